@@ -657,7 +657,7 @@ class BlendConfig:
     )
     salt: str = _engine_option(
         "",
-        text("; an empty one is shared by all who set none"),
+        text("; an empty salt is shared by all who set no salt"),
         """
         Text that is part of every key: tenants with different salts never share a record. Set a salt for each group of
         users that must not learn what other groups have stored.

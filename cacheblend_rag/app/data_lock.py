@@ -50,13 +50,13 @@ class DataLock:
             except (OSError, ValueError, KeyError, TypeError):
                 who = "another process"
             raise FolderInUseError(
-                "data_dir", str(folder), f"it is in use by {who}; stop that, or give this one a data folder of its own"
+                "data_dir", str(folder), f"it is in use by {who}; stop that process, or use another data folder"
             ) from None
         except (OSError, NotImplementedError) as error:
             self._lock = None
             if os.access(folder, os.W_OK):
                 _log.warning(
-                    "the data folder %r cannot be locked (%s); let one process alone use it", str(folder), error
+                    "the data folder %r cannot be locked (%s); use it with only one process", str(folder), error
                 )
             return
         program = Path(sys.argv[0]).name.replace("__main__.py", "cacheblend-rag")

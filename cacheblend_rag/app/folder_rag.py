@@ -21,6 +21,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from cacheblend_rag.app.data_lock import DataLock
 from cacheblend_rag.app.options import FolderRAGOptions
 from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.engine.streaming import Progress, on_progress
 from cacheblend_rag.engine.write_back import CLOSE_SECONDS, closing_seconds
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
@@ -59,6 +60,11 @@ class Answer:
     prompt: Prompt
     report: BlendReport
     thought: str = ""
+
+    @property
+    def tiers(self) -> dict[str, str]:
+        """The tier that each chunk's KV was read from, by the chunk's text; empty if the KV was not stored."""
+        return dict(zip(self.prompt.chunks, self.report.chunk_tiers, strict=False))
 
 
 class FolderRAG:
@@ -104,13 +110,8 @@ class FolderRAG:
         options, config = self.options, self.options.blending
         self._others: list[CacheBlendLLM] = []
         self._store = wrapped and wrapped(open_store(options.store_locations, config, beside_gpu=options.on_gpu))
-        self.engine = BlendEngine.from_pretrained(
-            options.model,
-            config=config,
-            store=self._store or options.store_locations,
-            device=options.device,
-            dtype=options.dtype,
-        )
+        where: dict[str, Any] = {"store": self._store or options.store_locations, "device": options.device}
+        self.engine = BlendEngine.from_pretrained(options.model, config=config, dtype=options.dtype, **where)
         chats = bool(getattr(self.engine.tokenizer, "chat_template", None))
         model = ChatCacheBlend if chats else CacheBlendLLM
         given = {"reasoning": options.reasoning, "reasoning_tokens": options.reasoning_tokens}
@@ -136,7 +137,7 @@ class FolderRAG:
     def also(self, model: str | os.PathLike[str]) -> BlendEngine:
         """Load another model over the same store.
 
-        Requests of all models wait for one another. KV of chunks that are gone is erased for each of them.
+        All models take turns. KV of deleted chunks is erased for each of them.
 
         Parameters
         ----------
@@ -177,12 +178,15 @@ class FolderRAG:
         """Compute and store the KV of all chunks that are not stored yet."""
         return self.llm.warm(self.index.chunks(), progress=progress)
 
-    def ask(self, question: str) -> Answer:
-        """Answer a question through the chain."""
+    def ask(self, question: str, told: Callable[[Progress], object] | None = None) -> Answer:
+        """Answer a question through the chain; ``told`` is called with how far the prompt is read."""
         if not question.strip():
             raise ConfigError("question", question, "ask something")
-        seen = _SeenPrompt()
-        result = self._chain().invoke({"query": question}, {"callbacks": [seen]})
+        seen, before = _SeenPrompt(), on_progress.set(told)
+        try:
+            result = self._chain().invoke({"query": question}, {"callbacks": [seen]})
+        finally:
+            on_progress.reset(before)
         report = self.llm.last_report or BlendReport(())
         text, found = result["result"].strip(), result["source_documents"]
         if isinstance(self.llm, ChatCacheBlend):

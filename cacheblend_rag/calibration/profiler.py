@@ -36,7 +36,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def _measure_prefill(adapter: PlainAdapter, lengths: Sequence[int]) -> dict[int, float]:
-    """Seconds of a full prefill by number of tokens, the less of two after one that warms up."""
+    """Seconds of a full prefill by number of tokens: the shorter of two runs after a warm-up run."""
     limit = adapter.context_window or max(lengths)
     chooser, found = random.Random(0), {}
     for length in sorted({min(length, limit) for length in lengths}):
@@ -47,14 +47,14 @@ def _measure_prefill(adapter: PlainAdapter, lengths: Sequence[int]) -> dict[int,
 
 
 def fit_prefill(seconds: dict[int, float]) -> PrefillProfile:
-    """Least squares of constant, linear and quadratic part, none below 0.
+    """Non-negative least squares of a constant, a linear and a quadratic part.
 
     Relative errors count, so that short times are not drowned by long ones.
 
     Parameters
     ----------
     seconds : dict of int to float
-        Measured times by number of tokens; with one alone, time is taken as proportional.
+        Measured times by number of tokens; a single time is extrapolated in proportion.
 
     Raises
     ------
@@ -201,7 +201,7 @@ def profile_machine(
     lengths: Sequence[int] = (256, 512, 1024, 2048),
     size: int = 256 * 10**6,
 ) -> tuple[MachineProfile, Path]:
-    """Measure the prefill of a model and a store, and keep the result beside the store.
+    """Measure the prefill of a model and the speed of a store, and save the result with the store.
 
     Returns
     -------
@@ -227,7 +227,7 @@ def profile_machine(
 
 
 def keep_profile(store: KVStore, found: MachineProfile) -> tuple[MachineProfile, Path]:
-    """Add what was found to the profile beside a store.
+    """Add the result to the profile that is kept with a store.
 
     Returns
     -------
@@ -251,5 +251,5 @@ def keep_profile(store: KVStore, found: MachineProfile) -> tuple[MachineProfile,
 def _path_beside(store: KVStore) -> Path:
     path = profile_path(store)
     if path is None:
-        raise ConfigError("store", store, "use a store with a folder; a profile is kept beside it")
+        raise ConfigError("store", store, "use a store with a folder; the profile is saved there")
     return path

@@ -58,8 +58,8 @@ class Nearness:
     def words(self) -> str:
         """Either "same words" or "other words", and whether it is nearer than another order of the passages.
 
-        Where two tokens are almost equally likely, an answer goes on otherwise after a rounding. How far another order
-        moves an answer depends on the model, so it is measured on the prompt itself.
+        Where two tokens are almost equally likely, rounding can change the rest of an answer. The effect of another
+        order depends on the model, so it is measured on the prompt itself.
         """
         said = "same words" if self.same_answer else "other words"
         if self.order_kl is None:
@@ -68,7 +68,7 @@ class Nearness:
 
 
 class ReferenceAnswer:
-    """Full prefill's own greedy answer to a prompt, which other methods are held against.
+    """Full prefill's own greedy answer to a prompt, with which other methods are compared.
 
     Parameters
     ----------
@@ -204,7 +204,7 @@ class Methods:
         return PrefillResult(result.cache, result.logits, (len(ids),) * self.engine.adapter.num_layers)
 
     def prefix_caching(self) -> Callable[[], PrefillResult]:
-        """Transformers' own prefill behind prefix and first chunk, whose cache is made now.
+        """Transformers' own prefill after the prefix and the first chunk, whose cache is computed first.
 
         It lies ready in memory: as in the paper, an idealised form that costs no loading.
 
@@ -328,7 +328,7 @@ def time_once(method: Callable[[], _Made]) -> tuple[float, _Made]:
 
 
 def another_order(prompt: Prompt) -> Prompt:
-    """The same prompt with its chunks, of which two differ at least, in another order."""
+    """The same prompt with its chunks in another order; at least two of them must differ."""
     chunks, chooser = list(prompt.chunks), random.Random(0)
     while tuple(chunks) == prompt.chunks:
         chooser.shuffle(chunks)
@@ -336,7 +336,7 @@ def another_order(prompt: Prompt) -> Prompt:
 
 
 def shared_cache(cache: Any) -> Any:
-    """A cache that can grow while the other stays as it is; what is added to one is not in the other."""
+    """A copy of a cache that shares its KV. Tokens appended to the copy do not change the original."""
     other = copy.copy(cache)
     if other.layers is cache.layers:  # else it has layers of its own already
         other.layers = [copy.copy(layer) for layer in cache.layers]
@@ -386,14 +386,14 @@ def measure_quality(
     corpus: Sequence[str] = (),
     progress: bool | None = None,
 ) -> list[MethodQuality]:
-    """Answer prompts by every method, and hold each answer against full recompute's.
+    """Answer prompts by every method, and compare each answer with full recompute's.
 
     Parameters
     ----------
     engine : BlendEngine
         With the options and the store that are judged. The chunks of the prompts are stored there.
     prompts : sequence of Prompt
-        Each with its question behind the chunks. Those that do not fit the model are left out.
+        Prompts with the question after the chunks. Prompts that do not fit the model are left out.
     golds : sequence of sequence of str
         The right answers of each prompt; empty if none are known.
     max_new_tokens : int
@@ -420,7 +420,7 @@ def measure_quality(
     sizes = [len(engine.tokenize(prompt).input_ids) + max_new_tokens for prompt in prompts]
     wanted = [number for number, size in enumerate(sizes) if limit is None or size <= limit]
     if not wanted:
-        raise ConfigError("prompts", len(prompts), "use some that fit the model, with fewer or shorter chunks")
+        raise ConfigError("prompts", len(prompts), "use prompts that fit the model, with fewer or shorter chunks")
     if corpus:
         engine.warm(corpus, progress=progress)
     found: dict[str, list[MethodResult]] = {name: [] for name in METHODS}

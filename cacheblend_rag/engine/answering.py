@@ -116,9 +116,8 @@ class Answering:
             dropped, is_same = self.turns.write_back.begin(), model.watch()
             fit = pipeline.split(pipeline.with_found(prompt), *answer_room(options, model.adapter.context_window))
             with pipeline.route(fit, self._verifies(options)) as route:
-                tokens, told = len(fit.split.input_ids), None
-                if sink and not model.adapter.plain_reason:
-                    told = sink.reading(tokens, route.reused_tokens)
+                tokens, plain = len(fit.split.input_ids), model.adapter.plain_reason
+                told = None if plain else Cancelled.reading(sink, tokens, route.reused_tokens)
                 fused = pipeline.fuse(route, cancelled, self.turns.pauses(cancelled, told), shared)
                 if told:
                     told(tokens)
@@ -167,7 +166,7 @@ class Answering:
             with pipeline.route(pipeline.split(pipeline.with_found(prompt))) as route:
                 fused = pipeline.fuse(route)
             if fused.cache is None:
-                raise PromptError(f"this model fuses no prompt: use generate or stream; {model.adapter.plain_reason}")
+                raise PromptError(f"this model fuses no prompts: use generate or stream; {model.adapter.plain_reason}")
             if is_same():  # else its KV is of several adapters
                 self._keep(dropped.left(fused.jobs))
         report, fusion = report_of(fused, self.pipeline.store), fused.fusion

@@ -49,13 +49,13 @@ def load(model: str | os.PathLike[str], backend: str = "auto", **arguments: Any)
     Raises
     ------
     ConfigError
-        If llama.cpp is named for what is no GGUF file, or together with arguments of PyTorch.
+        If llama.cpp is chosen for a model that is not a GGUF file, or with arguments of PyTorch.
     """
     check_choice("backend", backend, _BACKENDS)
     starter = starter_named(model, "language model")
     if starter is None and not local_path(model).is_file():
         if backend == "llama.cpp":
-            raise ConfigError("backend", backend, f"name a GGUF file; model {os.fspath(model)!r} is none")
+            raise ConfigError("backend", backend, f"name a GGUF file, not {os.fspath(model)!r}")
         return load_model(model, **arguments)
     device, dtype, others = loading_arguments(arguments.pop("device", None), arguments.pop("dtype", None), arguments)
     lora = others.pop("lora", None)

@@ -103,12 +103,12 @@ class DecodeArguments(TypedDict, total=False):
 
 
 def stop_texts(stop: str | Iterable[str] | None) -> list[str]:
-    """The texts that end an answer: one, several or none.
+    """A list of the texts that end an answer.
 
     Raises
     ------
     ConfigError
-        If they are no texts, or one is empty.
+        If a value is not a text, or is empty.
     """
     texts = [stop] if isinstance(stop, str) else stop or ()
     if not isinstance(texts, Iterable) or any(not isinstance(text, str) or not text for text in texts):
@@ -126,7 +126,7 @@ def checked(kind: Kind) -> BeforeValidator:
 
 
 def reasoning_of(value: Any) -> Reasoning:
-    """Whether a call lets the model think; not, where it says nothing."""
+    """Whether a call lets the model think; False if the call does not say."""
     return False if value is None else read_reasoning("reasoning", value)
 
 
@@ -245,14 +245,14 @@ class DecodeOptions(DecodeFields):
             raise ConfigError("forced_eos_token_id", forced, "leave it out; max_new_tokens ends an answer")
 
     def _check_sampling(self) -> None:
-        """Refuse options that contradict one another, or that greedy decoding would leave without effect."""
+        """Refuse options that contradict each other or have no effect on greedy decoding."""
         if self.do_sample and self.temperature == 0:
             raise ConfigError("do_sample", True, "use a temperature above 0 with it; temperature=0 decodes greedily")
         if self.do_sample is False and self.temperature:
             remedy = f"leave it out to sample at temperature={self.temperature}, or leave out the temperature"
             raise ConfigError("do_sample", False, remedy)
         if self.top_logprobs is not None and not self.logprobs:
-            raise ConfigError("top_logprobs", self.top_logprobs, "give logprobs=True beside it")
+            raise ConfigError("top_logprobs", self.top_logprobs, "give logprobs=True, too")
         for name, wide in _NARROWING.items():
             value = getattr(self, name)
             if value not in wide and self._greedy and self.temperature != 0:
@@ -289,7 +289,7 @@ class DecodeOptions(DecodeFields):
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens of the answer that were asked for, with those of a thought that is wanted before it."""
+        """Requested tokens of the answer, including the thought before it if there shall be one."""
         if not self.reasoning:
             return self.requested_tokens
         budget = BUDGETS[self.reasoning]
@@ -357,7 +357,7 @@ class DecodeOptions(DecodeFields):
 
 
 def field_error(error: ValidationError) -> Exception:
-    """The error of ours that pydantic has wrapped, or one that says the same of the first field.
+    """The error of this package that pydantic has wrapped, or an equivalent error about the first field.
 
     An error that belongs to no field, such as one of loading a model, is given as it was.
     """
@@ -375,7 +375,7 @@ class DecodedAnswer:
     Parameters
     ----------
     text : str
-        The answer, up to a stop string, with all that it repeated.
+        The answer up to a stop string, including repetitions.
     token_ids : list of int
         All generated ids.
     finish_reason : str
@@ -385,9 +385,9 @@ class DecodedAnswer:
     thought : str
         The model's thought before it.
     thought_tokens : int
-        Generated ids that are of the thought.
+        Generated ids that belong to the thought.
     logprobs : tuple of TokenLogProb or None
-        Of each token of the text, if they were asked for.
+        Log-probabilities of each token of the text, if requested.
     stopped_by : str
         ``"repetition"`` if it was ended because it repeated itself, else empty.
     """
@@ -881,7 +881,7 @@ def default_room(window: int | None) -> int:
 
 
 def end_ids_of(config: GenerationConfig | None, tokenizer: Any) -> list[int]:
-    """Tokens that end an answer, by a generation config or else the tokenizer; none where nothing says so."""
+    """Tokens that end an answer, from the generation config or else the tokenizer; empty if neither names any."""
     end = getattr(config, "eos_token_id", None)
     end = tokenizer.eos_token_id if end is None else end
     if end is None:

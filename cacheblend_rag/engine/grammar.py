@@ -122,12 +122,12 @@ def can_follow(tokenizer: Any) -> bool:
 def form_of(response_format: Any) -> Form | None:
     """The form that OpenAI's ``response_format`` asks for; None for text.
 
-    With ``strict``, an object has no properties but those that its schema names, unless it says otherwise.
+    With ``strict``, objects have only the properties that their schema names, unless it says otherwise.
 
     Raises
     ------
     ConfigError
-        If it is none.
+        If the format is not valid.
     """
     kind = response_format.get("type") if isinstance(response_format, Mapping) else None
     if kind == "text":
@@ -145,7 +145,7 @@ def form_of(response_format: Any) -> Form | None:
 
 
 def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema whose objects have no properties but those that it names, where it does not say otherwise."""
+    """The schema with ``additionalProperties`` set to false wherever it is missing."""
     new = dict(schema)
     for name, value in schema.items():
         if name in _NAMED and isinstance(value, Mapping):
@@ -228,14 +228,14 @@ def _among_text(forms: Sequence[Form], style: InText, tokenizer: Any, known: LLT
 
 
 def fault_of(grammar: str) -> str:
-    """The fault of a grammar whatever the tokenizer; empty if there is none."""
+    """The fault of a grammar, independent of the tokenizer; empty if it has no fault."""
     return str(_library().LLMatcher.validate_grammar(grammar, None, limits=_limits()))
 
 
 def schema_error(field: str, fault: str) -> ConfigError:
-    """The error for a schema that llguidance finds a fault with."""
+    """The error for a schema that llguidance rejects."""
     reason = " ".join(_AROUND.sub("", fault).split())[:300]
-    return ConfigError(field, "…", f"use a schema that answers can be held to ({reason})")
+    return ConfigError(field, "…", f"use a schema that can be enforced ({reason})")
 
 
 def _limits() -> Any:

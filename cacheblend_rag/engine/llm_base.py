@@ -106,11 +106,11 @@ class LLMBase(DecodeFields):
 
     Notes
     -----
-    A model made by its id can be copied and pickled: the copy loads it anew. Calls take the options of decoding and
-    ``timeout``, too; those of a call win. Texts of a call that end its answer come beside those of the model, and an
-    empty list of a call means that none does. The length of an answer may be called ``max_tokens``. An unknown argument
-    is refused. A call also takes ``response_format`` in OpenAI's form: the answer is then JSON, by a schema if it has
-    one.
+    A model made by its id can be copied and pickled: the copy loads it again. Calls take the options of decoding and
+    ``timeout``, too; a call's options take precedence. A call's ``stop`` texts are added to the model's; an empty
+    list in a call means that no text ends the answer. The length of an answer may be called ``max_tokens``. An
+    unknown argument is refused. A call also takes ``response_format`` in OpenAI's form: the answer is then JSON, by
+    a schema if it has one.
     """
 
     engine: BlendEngine = Field(default=None, exclude=True, repr=False)  # type: ignore[assignment]
@@ -140,7 +140,7 @@ class LLMBase(DecodeFields):
     @model_validator(mode="before")
     @classmethod
     def _check_fields(cls, given: Any) -> Any:
-        """Refuse fields that are not known, and put those of the engine together."""
+        """Refuse unknown fields, and collect the options of the engine."""
         if not isinstance(given, dict):
             return given
         known = {*cls.model_fields, "max_tokens"}
@@ -172,7 +172,7 @@ class LLMBase(DecodeFields):
         given = self.engine
         if given is None:
             if self.model_id is None:
-                raise ConfigError("engine", None, "give an engine, or a model_id to make one of")
+                raise ConfigError("engine", None, "give an engine, or a model_id to make one from")
             check_names(self.blend.items(), BlendConfig.names())
             config = dataclasses.replace(self.config, **self.blend) if self.config else BlendConfig(**self.blend)
             loading: dict[str, Any] = {
@@ -268,7 +268,7 @@ class LLMBase(DecodeFields):
         config: BlendConfig | None = None,
         **fields: Any,
     ) -> Self:
-        """Take the user's transformers model and tokenizer, and leave nothing on them."""
+        """Use the user's transformers model and tokenizer, without changing them."""
         options = {name: fields[name] for name in BlendConfig.names() if name in fields}
         own = {name: value for name, value in fields.items() if name not in options}
         if options:
@@ -314,7 +314,7 @@ class LLMBase(DecodeFields):
         return self.engine.chunks.estimate_bytes(self._texts(documents))
 
     def forget(self, documents: Iterable[Any]) -> int:
-        """Erase the stored KV of documents, in every form in which prompts held them; how many records there were."""
+        """Erase the stored KV of documents in every form that prompts held, and return the number of erased records."""
         texts = self._texts(documents)
         self._registry.discard(texts)
         # Texts that steps of chains rewrote are noted where retrievers are tracked, which is the shared registry.
@@ -338,7 +338,7 @@ class LLMBase(DecodeFields):
 
     @property
     def last_report(self) -> BlendReport | None:
-        """How the newest answer was made, in this context or by threads and tasks begun in it; None if there was none.
+        """Report of the newest answer in this context and the threads and tasks that it started; else None.
 
         Tasks of asyncio that ask at once share it.
         """
@@ -393,7 +393,7 @@ class LLMBase(DecodeFields):
         return cast(DecodeArguments, {"stop": stops, **own})
 
     def _stops(self, *given: str | Sequence[str] | None) -> list[str] | None:
-        """Texts that end an answer: the model's own, and those of its call; None if the call says that none does."""
+        """Texts that end an answer, from the model and from the call; None if the call says that no text does."""
         own, called = stop_texts(self.stop), [text for one in given for text in stop_texts(one)]
         return None if not called and any(one is not None for one in given) else [*own, *called]
 
@@ -461,6 +461,8 @@ def _loading(fields: Mapping[str, Any], others: Sequence[str]) -> dict[str, Any]
     check_mapping("model_kwargs", model_kwargs, "arguments of transformers' from_pretrained")
     for name, value in (model_kwargs or {}).items():
         if name in others:
-            raise ConfigError("model_kwargs", {name: value}, f"give {name} by itself, beside model_kwargs")
+            raise ConfigError(
+                "model_kwargs", {name: value}, f"give {name} as an argument of its own, outside model_kwargs"
+            )
     settled = loading_arguments(fields.get("device"), fields.get("dtype"), model_kwargs)
     return dict(zip(("device", "dtype", "model_kwargs"), settled, strict=True))

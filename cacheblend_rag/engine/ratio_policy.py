@@ -188,19 +188,19 @@ def _calibrated(config: BlendConfig, model: str, controller: LoadingController |
     if not settings.tolerates:
         _log.warning(
             "calibration found that this model does not tolerate blending within %g nats: every prompt is prefilled "
-            "in full; set recompute_ratio to blend all the same",
+            "in full; set recompute_ratio to blend anyway",
             settings.tolerance,
         )
     return settings
 
 
 def profile_path(store: KVStore) -> Path | None:
-    """Where the profile of a store is kept; None for one without a folder."""
+    """Path of a store's profile; None if the store has no folder."""
     return store.traits.folder / "profile.json" if store.traits.folder is not None else None
 
 
 def controller_beside(store: KVStore) -> LoadingController | None:
-    """A controller over the profile kept beside a store, if there is one; a damaged one is logged."""
+    """A controller with a store's profile; None if it has none. A damaged profile is logged."""
     path = profile_path(store)
     try:
         profile = MachineProfile.load(path) if path is not None else None

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextvars import ContextVar
 
 from cacheblend_rag.engine.scheduler import ModelTime
 from cacheblend_rag.errors import GenerationError, GenerationTimeoutError
@@ -21,7 +22,7 @@ _ending = threading.Event()
 
 
 def interpreter_ends() -> bool:
-    """Whether the interpreter is about to end, so that no answer is worth going on with."""
+    """Whether the interpreter is about to end, so that answers should stop."""
     return _ending.is_set()
 
 
@@ -47,8 +48,12 @@ class Progress(str):
     """Tokens: ``total``, reused (``cache``) and read so far (``processed``); and ``time_ms`` since the first."""
 
 
+on_progress: ContextVar[Callable[[Progress], object] | None] = ContextVar("on_progress", default=None)
+"""Called with each `Progress` of answers that are generated in this context without a stream."""
+
+
 class Cancelled:
-    """Where the generating thread puts text, and learns that nobody reads it any more."""
+    """Takes text from the generating thread, and tells the thread when the reader has gone."""
 
     def __init__(self) -> None:
         self.queue: queue.Queue[str | None] = queue.Queue()
@@ -67,14 +72,20 @@ class Cancelled:
             with contextlib.suppress(RuntimeError):  # the reader's event loop is closed
                 self.arrived()
 
-    def reading(self, total: int, cached: int) -> Callable[[int], None]:
-        """Function that hands out how many tokens of a prompt are read; the reused ones are from now on."""
-        began = time.perf_counter()
+    @staticmethod
+    def reading(sink: Cancelled | None, total: int, cached: int) -> Callable[[int], None] | None:
+        """Function to call with the number of prompt tokens read so far; None if no one listens.
+
+        The sink gets each count as a `Progress`; without a sink, `on_progress` does. The reused tokens are the first.
+        """
+        began, put = time.perf_counter(), sink.put if sink else on_progress.get()
+        if put is None:
+            return None
 
         def read(tokens: int) -> None:
             piece, milliseconds = Progress(), round(1000 * (time.perf_counter() - began))
             piece.counts = {"total": total, "cache": cached, "processed": tokens, "time_ms": milliseconds}
-            self.put(piece)
+            put(piece)
 
         read(cached)
         return read
@@ -89,7 +100,7 @@ class Cancelled:
 
 
 class TextStream(Iterator[str], AsyncIterator[str]):
-    """Pieces of an answer, as they are made; to be read with ``for`` or with ``async for``.
+    """Pieces of an answer while it is generated, to be read with ``for`` or with ``async for``.
 
     Parameters
     ----------
@@ -127,7 +138,7 @@ class TextStream(Iterator[str], AsyncIterator[str]):
 
     @property
     def model_seconds(self) -> float:
-        """Seconds for which the model has worked for this answer; of steps shared with others, its part."""
+        """Seconds that the model has spent on this answer; a step shared with other answers counts in part."""
         spent = self._sink.model_time
         return spent.seconds if spent else 0.0
 
@@ -252,7 +263,7 @@ NumberedStreams = Generator[tuple[int, TextStream], None, None]
 
 
 def begun_ahead(streams: NumberedStreams, at_once: int) -> NumberedStreams:
-    """The streams in their order, the next ones of which generate while one is read.
+    """The streams in order. While one is read, the next ones already generate.
 
     Parameters
     ----------
@@ -288,9 +299,8 @@ def begun_ahead(streams: NumberedStreams, at_once: int) -> NumberedStreams:
 class _Outcome:
     """How a generating thread ended."""
 
-    def __init__(self) -> None:
-        self.result: Generation | None = None
-        self.error: BaseException | None = None
+    result: Generation | None = None
+    error: BaseException | None = None
 
 
 def _generate(answer: Callable[[Cancelled], Generation], sink: Cancelled, outcome: _Outcome) -> None:

@@ -321,13 +321,13 @@ class Verifications:
         Returns
         -------
         Verification or None
-            Its status is ``"waiting"`` if it is not done yet. None for an id that is unknown, or of an answer before
-            the last thousand that were checked so.
+            Its status is ``"waiting"`` until the check is done. None if the id is unknown or is not among the last
+            thousand checked.
 
         Raises
         ------
         ConfigError
-            If the seconds are no number, or below 0.
+            If the seconds are negative or not a number.
         """
         if not (isinstance(wait, Real) and wait >= 0):
             raise ConfigError("wait", wait, "use a number of seconds, 0 or more")
@@ -339,7 +339,7 @@ class Verifications:
             return Verification("waiting", id=id)
 
     def call_when_done(self, id: str, done: Callable[[Verification], object]) -> None:
-        """Call a function with the result of a waiting answer, on the thread that has it; at once if it is there."""
+        """Call a function with a waiting answer's result: at once if it is known, else on the checking thread."""
         if (future := self._results.get(id)) is not None:
             future.add_done_callback(lambda found: done(found.result()))
 
@@ -356,11 +356,11 @@ class Verifications:
         Parameters
         ----------
         check : callable
-            Takes a function that says whether to give it up, and gives the result.
+            Takes a function that says whether to give up, and returns the result.
         salt : str
             Tenant of the answer.
         texts : iterable of str
-            Chunks of its prompt; it is given up if one of them is forgotten.
+            Chunks of the prompt; the check is given up if one of them is forgotten.
 
         Returns
         -------
@@ -393,7 +393,7 @@ class Verifications:
                 self._add(**{found.status: 1})
 
     def give_up(self, reason: str, salt: str | None, texts: Collection[str]) -> None:
-        """Give up the checks of a tenant whose prompts hold a text; when this returns, none of them stores anything.
+        """Give up the checks of a tenant whose prompts contain a text; after this returns, they store nothing.
 
         Parameters
         ----------
@@ -433,7 +433,7 @@ class Verifications:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         if given_up := self._status.given_up - before:
-            _log.warning("%d answers were still to be checked, and are not; they stay as they were given", given_up)
+            _log.warning("%d answers were still to be checked, but were not; they stay as they were given", given_up)
 
     def _work(self) -> None:
         while True:

@@ -40,7 +40,7 @@ class CacheBlendRetriever(BaseRetriever):
     k : int, optional
         Most documents that are returned. It can also be given with a call.
     known : ChunkRegistry, optional
-        Where documents are made known; by default `known_chunks`. Give the model's own, if it has one.
+        Registry that receives the documents; by default `known_chunks`. If the model has its own, pass that.
 
     Raises
     ------
@@ -94,7 +94,7 @@ def track(vectorstore: S, known: ChunkRegistry | None = None) -> S:
         Any of LangChain's. Each of its public methods with ``search`` in their name, synchronous or not, is replaced
         on this object by one that also notes the documents it returns.
     known : ChunkRegistry, optional
-        Where documents are made known; by default `known_chunks`. Give the model's own, if it has one.
+        Registry that receives the documents; by default `known_chunks`. If the model has its own, pass that.
 
     Returns
     -------
@@ -168,6 +168,6 @@ def warm_vectorstore(
     elif documents is None:
         listed = getattr(store, "documents", None)
         if not callable(listed):
-            raise ConfigError("store", type(store).__name__, "give its documents=, this kind of store cannot list them")
+            raise ConfigError("store", type(store).__name__, "give its documents=; this kind of store cannot list them")
         documents = listed()
     return model.warm_aloud(documents, progress=progress, say=say)

@@ -151,7 +151,7 @@ class Library:
     Raises
     ------
     ModelLoadError
-        If it cannot be loaded, lacks a function, or is of another build.
+        If the library cannot be loaded, lacks a function, or is of another build.
     """
 
     def __init__(self, path: Path) -> None:
@@ -167,7 +167,7 @@ class Library:
         self.version: str = self.ggml_version().decode()
         if not self.version.startswith(f"{VERSION}."):
             raise ModelLoadError(
-                f"llama.cpp's library {str(path)!r} has ggml {self.version}, and only {VERSION} is known; {_REMEDY}"
+                f"llama.cpp's library {str(path)!r} has ggml {self.version}, but only {VERSION} is supported; {_REMEDY}"
             )
         self.llama_log_set(_silent, None)
         self.llama_backend_init()
@@ -187,7 +187,7 @@ def _candidates() -> Iterator[Path]:
 
 
 def is_installed() -> bool:
-    """Whether there is a library that can be looked for: one of one's own, or that of a package."""
+    """Whether a library is available: the user's own build, or that of the installed package."""
     return bool(os.environ.get(PATH)) or next(_candidates(), None) is not None
 
 
@@ -198,7 +198,7 @@ def library() -> Library:
     Raises
     ------
     ModelLoadError
-        If there is none, or it cannot be used.
+        If no usable library is found.
     """
     own = os.environ.get(PATH)
     if own:

@@ -108,7 +108,7 @@ class Runtime:
                 self.token_bytes = sum(self.layout.widths)
 
     def alone(self, tokens: int = 0) -> Runtime:
-        """The same model with another context, for one sequence of at least so many tokens, and nothing beside it.
+        """The same model with a second context, for a single sequence of at least ``tokens`` tokens.
 
         Attention is summed in the order of cells, over all that are taken. So the same tokens round in other ways among
         other sequences, and an answer can go on otherwise where two words are almost as likely. In a context of its
@@ -135,7 +135,9 @@ class Runtime:
         """
         self._clear()
         if not self._free:
-            raise GenerationError(f"{self._sequences} prompts and answers are under way at once, and no more can be")
+            raise GenerationError(
+                f"{self._sequences} prompts and answers are under way at once, and more are not possible"
+            )
         return self._free.pop()
 
     def drop(self, sequence: int) -> None:

@@ -76,7 +76,7 @@ def _as_template(given: Any) -> Any:
 
 
 class ObjectAnswers(CustomLLM, FunctionCallingLLM):
-    """Answers as objects of pydantic classes: by a tool call if the model takes tools, else as JSON."""
+    """Answers that are objects of pydantic classes: made by a tool call if the model takes tools, else from JSON."""
 
     is_function_calling_model: bool | None = None
 
@@ -433,7 +433,7 @@ class CacheBlendLLM(LLMBase, ObjectAnswers):
 def _check_object(made: Any, output_cls: type[Any]) -> None:
     """Refuse a stream of objects whose last one is not whole."""
     if not isinstance(made, output_cls):
-        raise ValueError(f"the answer is no {output_cls.__name__}; it ended as {made!r}")
+        raise ValueError(f"the answer is not a {output_cls.__name__}; it ended as {made!r}")
 
 
 def _content(document: BaseNode | NodeWithScore | str) -> str:

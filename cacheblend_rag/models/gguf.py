@@ -56,7 +56,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def is_gguf(model: str | os.PathLike[str]) -> bool:
-    """Whether a model is named by a file: any file that is there, or a path that ends in ``.gguf``."""
+    """Whether a model's name is a file: an existing file, or a path that ends in ``.gguf``."""
     path = local_path(model)
     return path.is_file() or (path.suffix.lower() == ".gguf" and not path.is_dir())
 
@@ -235,7 +235,7 @@ def check_start(path: Path) -> None:
     except OSError as error:
         raise ModelLoadError(f"the GGUF file {str(path)!r} cannot be read: {error}") from error
     if not start:
-        raise ModelLoadError(f"the GGUF file {str(path)!r} is empty; fetch it anew")
+        raise ModelLoadError(f"the GGUF file {str(path)!r} is empty; download it again")
     if start != b"GGUF":
         raise ModelLoadError(
             f"{str(path)!r} is not a GGUF file; name a GGUF file, a folder written by save_pretrained, or a hub id"
@@ -258,7 +258,9 @@ def _header(path: Path) -> tuple[Any, dict[str, Any]]:
         short = (field for field in reader.fields.values() if len(field.data) <= 1)
         fields = {field.name: field.contents() for field in short}
     except Exception as error:  # a damaged file can be wrong anywhere, and so can what is raised
-        raise ModelLoadError(f"the GGUF file {str(path)!r} is damaged or incomplete: {error}; fetch it anew") from error
+        raise ModelLoadError(
+            f"the GGUF file {str(path)!r} is damaged or incomplete: {error}; download it again"
+        ) from error
     _check_supported(path, str(fields.get(_ARCHITECTURE)), fields)
     return reader, fields
 

@@ -241,7 +241,7 @@ def found_model(model: str | os.PathLike[str], model_kwargs: Mapping[str, Any], 
     Raises
     ------
     ModelLoadError
-        If there certainly is none.
+        If the model certainly does not exist.
     """
     elsewhere = any(name in model_kwargs for name in ("subfolder", "gguf_file", "config", "variant"))
     if fault := why_no_model(model, weights=weights, elsewhere=elsewhere):
@@ -284,7 +284,7 @@ def _base_of(model: str | os.PathLike[str]) -> str | None:
     try:
         base = json.loads(Path(found).read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:
-        raise ModelLoadError(f"{found} cannot be read: {error}; save the adapter anew") from error
+        raise ModelLoadError(f"{found} cannot be read: {error}; save the adapter again") from error
     if not base:
         raise ModelLoadError(f"{found} has no base_model_name_or_path: write there what the adapter was trained on")
     return str(base)
@@ -356,7 +356,7 @@ def _load(
         remedy = removed_remedy(unknown[1]) or own
         raise ConfigError(unknown[1], model_kwargs[unknown[1]], remedy) from error
     except SafetensorError as error:
-        again = "fetch or save them anew; a file that git has fetched needs git-lfs"
+        again = "download or save them again; a file that git has fetched needs git-lfs"
         raise ModelLoadError(
             f"model {said!r} could not be loaded: its weights are damaged or cut off ({error}); {again}"
         ) from error
@@ -505,7 +505,7 @@ def _device(device: str) -> torch.device:
     try:
         torch.empty(0, device=target)
     except (AssertionError, RuntimeError, NotImplementedError) as error:  # a build without it raises what it likes
-        raise ConfigError("device", device, 'there is none that PyTorch can use; use "auto" or "cpu"') from error
+        raise ConfigError("device", device, 'PyTorch cannot use such a device; use "auto" or "cpu"') from error
     return target
 
 

@@ -209,7 +209,7 @@ class OneForEach(Generic[_Shared]):
         self._by_model: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_Shared]] = weakref.WeakKeyDictionary()
 
     def get(self, model: nn.Module, modules: Sequence[nn.Module]) -> _Shared:
-        """Those of a model; others when it has other modules than before."""
+        """The forward overrides of a model; new ones if its modules have changed."""
         with self._lock:
             known = self._by_model.get(model)
             found = known() if known is not None else None
@@ -257,7 +257,7 @@ def twins_of(layers: Sequence[nn.Module], attention: str, implementation: str) -
 
 
 def keeping_nothing(model: Any) -> Any:
-    """The model as it answers one prompt: where it keeps how far images moved the positions, a twin with its own.
+    """A twin of the model for one prompt, if the model keeps the shift of positions by images; else the model itself.
 
     Parameters
     ----------
@@ -266,7 +266,7 @@ def keeping_nothing(model: Any) -> Any:
     Returns
     -------
     Module
-        Its weights, hooks and all modules within are the model's.
+        The twin shares the model's weights, hooks and modules.
     """
     inner = model.base_model
     if not hasattr(inner, "rope_deltas"):
@@ -286,7 +286,7 @@ def _same(thing: _Thing) -> _Thing:
             copied.__dict__[name] = moved
         elif name == "forward":
             remedy = "remove it, or bind it to the module as a method"
-            raise UnsupportedModelError(f"forward={value!r} stands in the way of running the module anew: {remedy}")
+            raise UnsupportedModelError(f"forward={value!r} prevents running the module again: {remedy}")
     return copied
 
 

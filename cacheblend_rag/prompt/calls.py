@@ -59,7 +59,7 @@ _CUT_LITERAL = 9  # characters of JSON that may still become a literal or an esc
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _finite(number: str) -> float:
@@ -120,7 +120,7 @@ class ParsedAnswer:
 
     @property
     def unread(self) -> tuple[BegunCall, ...]:
-        """The others."""
+        """Calls that could not be read."""
         return tuple(one for one in self.found if isinstance(one, BegunCall))
 
 
@@ -155,24 +155,23 @@ def parse_calls(
 ) -> ParsedAnswer:
     """Read the tool calls in a generated text.
 
-    Text that cannot be understood as a call stays text, and so does all of a thought. A call that only is quoted stays
-    text, too: one within a sentence or in code, or one that has text behind it in its line, if it stands behind a
-    sentence or has no mark.
+    Text that cannot be understood as a call stays text, and so does all of a thought. A quoted call stays text, too: a
+    call within a sentence or in code, and a call followed by text on its line if it comes after a sentence or has no
+    mark.
 
     Parameters
     ----------
     text : str
         The answer.
     tools : sequence of dict or None
-        Tools that are offered, in OpenAI's form; without any, all is text. An answer that begins with JSON which names
-        one of them calls it.
+        Offered tools, in OpenAI's form; without tools, everything is text. An answer that begins with JSON that names a
+        tool calls it.
     whole : bool
-        Whether the answer has ended. Otherwise its content is as far as it is certain.
+        Whether the answer has ended. Otherwise only its certain content is returned.
     begun : bool
-        Whether the answer was begun for the model as a call. It is one then, whatever follows it in its line.
+        Whether the answer was begun for the model as a call. It then is a call, even if text follows on its line.
     unread_as_text : bool
-        Whether a call that has begun and cannot be read in the end is left in the text, where frameworks have no other
-        place for it.
+        Whether a begun call that turns out unreadable stays in the text, for frameworks without another place for it.
     """
     if not tools:
         return ParsedAnswer(text)
@@ -238,13 +237,13 @@ def _thought_end(text: str, at: int) -> int:
 
 
 def certain_length(text: str, marks: Sequence[str]) -> int:
-    """Length of a text without what may be the beginning of a mark at its end."""
+    """Length of a text without a possible beginning of a mark at its end."""
     ends = range(max(0, len(text) - max(map(len, marks))), len(text))
     return next((at for at in ends if may_become(text[at:], *marks)), len(text))
 
 
 def may_become(rest: str, *marks: str) -> bool:
-    """Whether a text is the beginning of one of some marks."""
+    """Whether a text is the beginning of a mark."""
     return any(mark.startswith(rest) for mark in marks)
 
 

@@ -33,7 +33,7 @@ class DocumentPlace:
 
 @dataclass(frozen=True)
 class WrittenPrompt:
-    """The one text that the model reads, and where its segments stand in it.
+    """The text that the model reads, and the positions of its segments.
 
     Parameters
     ----------
@@ -75,9 +75,9 @@ class Prompt:
     found : iterable of int
         Numbers of the chunks that were found because their text repeats. They are stored as such, and never left out.
     turns : iterable of dict, optional
-        Messages that the prompt was rendered of, as chat templates take them; none if it is one text. Only a finder of
-        an engine reads them (`BlendEngine.of_tenant`). Without them it leaves the prompt alone, as it cannot tell
-        whose words are whose.
+        Messages from which the prompt was rendered, as chat templates take them; empty if the prompt is one text. Only
+        a finder of an engine reads them (`BlendEngine.of_tenant`). Without them it leaves the prompt alone, as it
+        cannot tell whose words are whose.
 
     Raises
     ------
@@ -136,7 +136,7 @@ class Prompt:
         return cls(prefix=first, chunks=rest[:-1], suffix=separator + rest[-1] if len(rest) == 1 else rest[-1])
 
     def first_chunks(self, count: int) -> Prompt:
-        """The prompt without the chunks behind the first so many.
+        """The prompt with only the first chunks.
 
         White space that stood before a chunk goes with it. Any other text between chunks stays: it may be a turn of
         a conversation. Its documents are all named still.
@@ -194,7 +194,7 @@ def without_found(prompt: Prompt) -> Prompt:
 
 def _texts(name: str, texts: Iterable[str]) -> tuple[str, ...]:
     if isinstance(texts, str) or not isinstance(texts, Iterable):
-        raise PromptError(f"{name}={texts!r:.60} is no list: give a list of texts, even for a single one")
+        raise PromptError(f"{name}={texts!r:.60} is not a list: give a list of texts, even for a single text")
     found = tuple(texts)
     for text in found:
         if not isinstance(text, str):

@@ -67,7 +67,7 @@ class DisjointMatches:
         return before and (at == len(self.matches) or stop <= self.matches[at].start)
 
     def offer(self, matches: Iterable[Match]) -> None:
-        """Take those that lie on none taken before."""
+        """Accept the matches that do not overlap earlier accepted matches."""
         for match in matches:
             if self.free(match.start, match.stop):
                 at = bisect_left(self._starts, match.start)
@@ -194,7 +194,7 @@ class ChunkRegistry:
         return chunk_text(text) in self._texts
 
     def add(self, texts: Iterable[str]) -> None:
-        """Take note of chunk texts; those of fewer than 16 characters are left out."""
+        """Add chunk texts; texts of fewer than 16 characters are left out."""
         with self._lock:
             for text in texts:
                 self._add(chunk_text(text))
@@ -254,7 +254,7 @@ class ChunkRegistry:
         if missing and self._is_new(why):
             _log.warning(
                 "%d of %d retrieved documents were not found in the prompt: %s, so their KV cannot be reused; "
-                "hand on what is rewritten as documents, see docs/how-to/troubleshooting.md#where-did-my-document-go",
+                "pass rewritten texts on as documents, see docs/how-to/troubleshooting.md#where-did-my-document-go",
                 missing,
                 retrieved,
                 why,

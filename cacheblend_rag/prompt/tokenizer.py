@@ -45,7 +45,7 @@ class Span:
 
 @dataclass(frozen=True)
 class ChunkTokens:
-    """The tokens of a chunk that are the same behind all texts that usually stand around it.
+    """The tokens of a chunk that do not depend on the text around it.
 
     Parameters
     ----------
@@ -201,7 +201,7 @@ class PromptTokenizer:
         return self._chunks(text.strip())
 
     def context_ids(self, text: str, prefix: str = "") -> tuple[int, ...]:
-        """Ids that a chunk is computed behind: what opens a text, the prefix, and the separator."""
+        """Ids that a chunk is computed after: the start tokens, the prefix and the separator."""
         if not prefix:
             return self.start_ids + self.chunk(text).before
         before = prefix + self.separator
@@ -209,11 +209,11 @@ class PromptTokenizer:
         return encoded.ids[: self._prefix_stop(encoded, before)]
 
     def text_ids(self, text: str) -> tuple[int, ...]:
-        """Ids of a text by itself, without what opens a text; control tokens in it are text."""
+        """Ids of a text alone, without start tokens; control tokens in it are read as text."""
         return self._encode(text, quoted=True).ids
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """The text that ids are read as; characters of which some bytes are missing are replaced at its ends."""
+        """The text of some ids; incomplete characters at its ends are replaced."""
         return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
@@ -240,7 +240,7 @@ class PromptTokenizer:
         return TokenizedPrompt(encoded.ids, prefix, tuple(chunks), suffix)
 
     def continued_ids(self, text: str, before: str) -> tuple[int, ...]:
-        """Ids of a text where another ended, such as an answer behind the end of its prompt.
+        """Ids of a text that continues another, such as an answer after its prompt.
 
         The ids of what stands before are fixed: where its last token would merge with the text, it does not.
         """
@@ -316,7 +316,7 @@ class PromptTokenizer:
             before = text[max(0, half.start() - 40) : half.start()]
             raise PromptError(
                 f"the text holds half of a surrogate pair, U+{ord(half[0]):X}, at character {half.start()} behind "
-                f"{before!r}, and that is no character: leave it out, or read the text anew where it was cut"
+                f"{before!r}, which is not a character: leave it out, or read the text again where it was cut"
             ) from error
 
     def _quoted(self, text: str) -> _Encoded:
@@ -443,7 +443,7 @@ def fitted(
 
 
 def remedy_for_length(chunks: int, needed: int, drops_chunks: bool) -> str:
-    """Ways to make a prompt of so many chunks, with so many tokens of its answer, fit the window."""
+    """Advice for making a prompt with this many chunks and answer tokens fit the window."""
     ways = ["ask for fewer new tokens"] if needed > 1 else []
     if not chunks:
         ways.append("shorten the prompt")
@@ -455,7 +455,7 @@ def remedy_for_length(chunks: int, needed: int, drops_chunks: bool) -> str:
 
 
 def check_fits(tokenizer: PromptTokenizer, prompt: Prompt, window: int | None, needed: int, drops_chunks: bool) -> None:
-    """Refuse a prompt that does not fit. Parameters as for `fitted`; a short one is not tokenised for it."""
+    """Refuse a prompt that does not fit. Parameters as for `fitted`; a short prompt is not tokenised for it."""
     if window is None:
         return
     # No tokenizer makes more tokens than there are bytes.

@@ -95,7 +95,7 @@ def _decode(name: str, data: bytes, *, markup: bool = False) -> str:
     if _is_damaged_utf8(data):
         text = _CONTROLS.sub("\ufffd", data.decode("utf-8-sig", "replace"))
         damaged = text.count("\ufffd")
-        _losses.warning("%s is UTF-8 but for damage in %d places, read as \ufffd; save it anew", name, damaged)
+        _losses.warning("%s is UTF-8 with damage in %d places, read as \ufffd; save it again", name, damaged)
     else:
         text = data.decode(_encoding(name, data, markup), "replace")
     if "\0" in text or text.count("\ufffd") > _BROKEN * len(text):
@@ -133,7 +133,7 @@ def _encoding(name: str, data: bytes, markup: bool) -> str:
 
 
 def _no_text(name: str) -> DocumentError:
-    return DocumentError(f"{name} holds bytes that are no text in any known encoding; save it as UTF-8")
+    return DocumentError(f"{name} holds bytes that are not text in any known encoding; save it as UTF-8")
 
 
 def _html(name: str, data: bytes) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ def _text_of_html(name: str, markup: str, left_out: Iterable[str] = ()) -> str:
 
 def _warn(name: str, left_out: Iterable[str]) -> None:
     if named := "; ".join(dict.fromkeys(left_out)):
-        _losses.warning("%s is read, but for: %s", name, named)
+        _losses.warning("%s is read, except: %s", name, named)
 
 
 def _fill_rows(soup: Any) -> None:
@@ -298,7 +298,7 @@ def _check_xml(data: bytes) -> None:
         depth -= 1
 
     def refuse(*_: object) -> None:
-        raise ValueError("it defines a document type, which no document of this kind does")
+        raise ValueError("it defines a document type, which documents of this kind never do")
 
     parser = expat.ParserCreate()
     parser.StartElementHandler, parser.EndElementHandler = begin, end
@@ -322,14 +322,14 @@ def _office(kind: str, text_of: Callable[[str, bytes], str], *, xml: bool = True
         except Exception as error:  # a damaged file makes parsers raise errors of many kinds
             reason = str(error) or type(error).__name__
             raise DocumentError(
-                f"{name} cannot be read as {kind} ({reason}); save it anew without a password"
+                f"{name} cannot be read as {kind} ({reason}); save it again without a password"
             ) from error
 
     return read
 
 
 def _xlsx_text(name: str, data: bytes) -> str:
-    """Each row as a paragraph, as in `_csv`, behind the name of its sheet."""
+    """Each row as a paragraph, as in `_csv`, after the name of its sheet."""
     left_out = list[str]()
     found = [(title, rows) for title, rows in sheets(data, left_out) if rows]
     _warn(name, left_out)
@@ -355,7 +355,7 @@ def _json(name: str, data: bytes) -> tuple[str, ...]:
     except RecursionError:
         raise DocumentError(f"{name} cannot be read: its values are nested too deeply") from None
     except ValueError as error:
-        raise DocumentError(f"{name} is no JSON ({error}); mend it, or rename it to .txt") from None
+        raise DocumentError(f"{name} is not JSON ({error}); correct it, or rename it to .txt") from None
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[str]:
@@ -395,7 +395,7 @@ def _pdf(name: str, data: bytes) -> tuple[str, ...]:
         raise _missing("cryptography", f"{name} is encrypted and") from error
     except Exception as error:  # a damaged PDF makes pypdf raise errors of many kinds
         raise DocumentError(
-            f"{name} cannot be read as PDF ({type(error).__name__}: {error}); save it anew without damage or password"
+            f"{name} cannot be read as PDF ({type(error).__name__}: {error}); save it again without damage or password"
         ) from error
     empty = [str(number) for number, page in enumerate(pages, 1) if not page.strip()]
     if len(empty) == len(pages):
@@ -436,7 +436,7 @@ def _csv(name: str, data: bytes) -> tuple[str, ...]:
             delimiter = "\x1f"  # one column of sentences
         rows = [[cell.strip() for cell in row] for row in _rows(text, delimiter)]
     except (csv.Error, ValueError) as error:
-        raise DocumentError(f"{name} is no table of separated values: {error}") from None
+        raise DocumentError(f"{name} is not a table of separated values: {error}") from None
     return (_rows_as_text(rows),)
 
 
@@ -592,7 +592,7 @@ def list_files(folder: str | os.PathLike[str], *, may_be_empty: bool = False) ->
 
 
 def by_suffix(paths: Iterable[str]) -> str:
-    """How many files there are of each suffix, the most frequent first: "3 .png, 1 without suffix"."""
+    """Number of files by suffix, the most frequent first: "3 .png, 1 without suffix"."""
     counts = Counter(_suffix(path) or "without suffix" for path in paths)
     return ", ".join(f"{count} {suffix}" for suffix, count in sorted(counts.items(), key=lambda one: (-one[1], one[0])))
 

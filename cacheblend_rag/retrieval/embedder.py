@@ -80,7 +80,7 @@ def part_tokens_of(embedding: Embeddings) -> int | None:
 def embed_in_parts(embedding: Embeddings, texts: Sequence[str]) -> list[Vectors]:
     """Embed passages, each with a vector for each of its parts.
 
-    Embeddings that have ``parts_of`` say what the parts are; of others a passage has one vector.
+    Embeddings with ``parts_of`` divide passages themselves; with others, each passage has one vector.
 
     Returns
     -------
@@ -173,7 +173,7 @@ class SentenceTransformerEmbeddings(Embeddings):
         encode_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if (model is None) is (model_name is None):
-            raise ConfigError("model", model, "name one, by model or by model_name")
+            raise ConfigError("model", model, "name a model, with model or model_name")
         model = model_name if model is None else model
         self._encode = dict(encode_kwargs or {})
         batch_size = self._encode.pop("batch_size", batch_size)
@@ -233,7 +233,7 @@ class SentenceTransformerEmbeddings(Embeddings):
             self._warned = True
             _log.warning(
                 "%d of %d texts are longer than the %d tokens that the embedding model reads; each gets the mean of "
-                "the vectors of its parts. Shorter texts are found more surely.",
+                "the vectors of its parts. Shorter texts are found more reliably.",
                 *(sum(len(some) > 1 for some in parts), len(texts), self.most_tokens),
             )
         ends = np.cumsum([len(some) for some in parts])[:-1]
@@ -261,15 +261,15 @@ class SentenceTransformerEmbeddings(Embeddings):
 
 
 class SharedEmbeddings(Embeddings):
-    """Embeddings that several threads use: one call at a time, none of them long.
+    """Embeddings for use by several threads: one short call at a time.
 
     Parameters
     ----------
     inner : Embeddings
         The embedding model.
     turn : callable, optional
-        Gives the context in which documents may be embedded; it is left after every batch. Something that uses all
-        cores, such as a language model, may then run between them and not beside them.
+        Gives the context in which documents may be embedded; it is left after every batch. So a language model, which
+        uses all cores, runs between batches and not at the same time.
     """
 
     def __init__(

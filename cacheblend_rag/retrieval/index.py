@@ -74,7 +74,7 @@ class IndexReport:
     forgotten : int
         Chunk texts that were in the index before and are not any more.
     rebuilt : str
-        Why everything was indexed anew; empty if it was not.
+        Why the whole index was rebuilt; empty if it was not.
     unread : int
         New and changed files left for the next update.
     """
@@ -94,7 +94,7 @@ class IndexReport:
     unread: int = 0
 
     def left_out(self) -> Iterator[str]:
-        """Lines about files in which nothing can be found: the first ten with the reason, and those of other kinds."""
+        """Lines about files that are not searched: the first ten with the reason, and files of other kinds."""
         lines = [f"skipped: {why if path in why else f'{path}: {why}'}" for path, why in self.skipped.items()]
         for path in self.empty:
             scanned = " (scanned pages need text recognition first)" if path.lower().endswith(".pdf") else ""
@@ -343,7 +343,7 @@ class FolderIndex:
                 hashes = self._hashes_of(saved)
                 self.store.restore(saved)
             except IndexDamagedError as error:
-                _log.warning("the index is built anew: %s", error)
+                _log.warning("the index is rebuilt: %s", error)
                 self._stale = "the saved index is damaged"
             else:
                 self._hashes = hashes
@@ -391,7 +391,7 @@ class FolderIndex:
 
 
 def file_state(path: Path) -> tuple[int, ...]:
-    """A value that differs once a file was changed; empty if it is not there."""
+    """A value that changes when the file changes; empty if the file is missing."""
     try:
         seen = path.stat()
     except OSError:

@@ -84,7 +84,7 @@ def _check_cells(data: bytes) -> list[str]:
         if tag.rpartition(":")[2] == "row":
             cells, last = cells + last, 0
             if cells > _MOST_CELLS:
-                raise ValueError("its cells lie too far apart; save the used part of it anew")
+                raise ValueError("its cells lie too far apart; save only the part in use")
 
     with zipfile.ZipFile(io.BytesIO(data)) as package:
         for name in package.namelist():

@@ -187,7 +187,7 @@ class FaissVectorStore(VectorStore):
         if self._faiss is not None and self._faiss.d != dimension:
             raise EmbedderError(
                 f"the embedding model made a vector of {dimension} numbers, but those of the index have "
-                f"{self._faiss.d}; use the model the index was made with, or make the index anew"
+                f"{self._faiss.d}; use the model the index was made with, or rebuild the index"
             )
 
     def _owners(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -229,7 +229,7 @@ class FaissVectorStore(VectorStore):
         Raises
         ------
         ConfigError
-            If ``k`` is no whole number from 1 on.
+            If ``k`` is not a whole number of at least 1.
         EmbedderError
             If the question's vector is not finite or has the wrong dimension.
         """
@@ -372,7 +372,7 @@ class FaissVectorStore(VectorStore):
         return store
 
     def save(self, folder: str | os.PathLike[str], state: Mapping[str, Any] | None = None) -> None:
-        """Write the store to a folder, in one step; what it held before stays if that fails.
+        """Write the store to a folder atomically; if that fails, the folder keeps its old content.
 
         The files are those of `cacheblend_rag.retrieval.saved_index`; ``state`` is plain JSON to keep with them.
 
@@ -395,22 +395,22 @@ class FaissVectorStore(VectorStore):
     def load(cls, folder: str | os.PathLike[str], embedding: Embeddings) -> FaissVectorStore:
         """Read a store that `save` wrote.
 
-        Documents that were embedded in other parts than this embedder's, or whole, are embedded anew, which is logged.
+        Documents whose parts differ from this embedder's are embedded again, which is logged.
 
         Raises
         ------
         DocumentError
             If nothing was saved there.
         IndexDamagedError
-            If it is incomplete, altered or of another version.
+            If the saved store is incomplete, altered or of another version.
         OSError
-            If a file is there but cannot be read.
+            If a file exists but cannot be read.
         """
         store, saved = cls(embedding), read_index(folder)
         store.restore(saved)
         if saved.part_tokens != part_tokens_of(embedding):
             documents = store.documents()
-            _log.warning("%d documents are embedded anew: they were embedded in other parts", len(documents))
+            _log.warning("%d documents are embedded again: they were embedded in other parts", len(documents))
             store.replace((), documents, embed_in_parts(embedding, [one.page_content for one in documents]))
         return store
 
@@ -429,7 +429,7 @@ class FaissVectorStore(VectorStore):
         if not isinstance(index, faiss.IndexIDMap2) or not isinstance(
             faiss.downcast_index(index.index), faiss.IndexFlatL2
         ):
-            raise IndexDamagedError("the saved vectors are no exact L2 index")
+            raise IndexDamagedError("the saved vectors are not an exact L2 index")
         held, keys = np.sort(faiss.vector_to_array(index.id_map)), sorted(saved.documents)
         ids = {str(document.id): key for key, document in saved.documents.items()}
         # The further vectors of a document follow the one that has its key.

@@ -239,7 +239,7 @@ class _NoPickleDisk(diskcache.Disk):  # type: ignore[misc]
 
     def fetch(self, mode: int, filename: str | None, value: Any, read: bool) -> IO[bytes]:
         if mode != diskcache.core.MODE_BINARY or not read or not isinstance(filename, str):
-            raise StoreError("a value in the KV store that is no file is refused")
+            raise StoreError("the KV store holds a value that is not a file, which is refused")
         self._last.handle = self.open_file(filename)
         return self._last.handle  # type: ignore[no-any-return]
 
@@ -258,7 +258,7 @@ class _NoPickleDisk(diskcache.Disk):  # type: ignore[misc]
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise StoreError("a value in the KV store that is no plain file is refused")
+            raise StoreError("a value in the KV store that is not a plain file is refused")
         return open(descriptor, "rb")
 
     def remove(self, file_path: Any) -> None:
@@ -383,7 +383,7 @@ class DiskStore(KVStore):
         index.replace(aside)
         for path in (*self.folder.glob(f"{index.name}-*"), *self.folder.glob("??/??/*.val")):
             path.unlink(missing_ok=True)
-        _log.error("%s is damaged (%s): it is now %s, and the KV store begins anew", index, error, aside.name)
+        _log.error("%s is damaged (%s): it is now %s, and the KV store starts empty", index, error, aside.name)
 
     def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
         """See `KVStore.open_all`."""

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import MistralConfig
 
 from cacheblend_rag import __version__
 from cacheblend_rag.app.cli import main
+from cacheblend_rag.app.cli.arguments import Screen
 from cacheblend_rag.app.cli.ask import fidelity_line
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.models import starters
@@ -52,7 +54,8 @@ def test_warm_chunks_hit_and_files_are_followed(
     first = capsys.readouterr()
     assert "4 chunks of 4 files indexed (4 embedded now)" in first.err
     assert "(0 hits, 2 misses; " in first.out, "an answer does not wait until all is stored"
-    assert "Storing the KV of these passages" in first.err
+    assert "Storing the KV of 2 of 2 passages, from 2 of 2 files, for the next question: " in first.err
+    assert "Reading the prompt" not in first.err, "progress is for terminals"
     assert "2 computed" in first.err
     assert "2 there already" in first.err
 
@@ -104,7 +107,7 @@ def test_values_that_only_the_model_can_judge_are_named(
         (["--model", "nowhere/at-all"], "model 'nowhere/at-all' could not be loaded"),
         (["--reasoning"], "--reasoning='on' is not usable: leave it out, or use a model that thinks"),
         (["--reasoning-tokens", "9"], "--reasoning-tokens=9 is not usable: leave it out, or use a model that thinks"),
-        (["--device", "cuda:99"], "--device='cuda:99' is not usable: there is none that PyTorch can use"),
+        (["--device", "cuda:99"], "--device='cuda:99' is not usable: PyTorch cannot use such a device"),
     ):
         assert ask(model, docs, tmp_path / "data", *arguments) == 2
         assert message in capsys.readouterr().err
@@ -164,11 +167,23 @@ def test_mixed_folder_is_read_and_skipped_files_are_named(
     seen = capsys.readouterr()
     assert "7 chunks of 8 files indexed (7 embedded now)" in seen.err
     assert "skipped: broken.pdf cannot be read as PDF" in seen.err
-    assert "skipped: noise.txt holds bytes that are no text" in seen.err
+    assert "skipped: noise.txt holds bytes that are not text" in seen.err
     assert "skipped: empty.md holds no text" in seen.err
     assert "4 files of other kinds left out (4 .png): 0.png, 1.png, 2.png, …" in seen.err
     for name in ("page.html: Page", "letter.docx: ", "latin.txt: Blåbær"):
         assert name in seen.out
+
+
+def test_terminal_is_told_how_far_the_prompt_is_read(
+    model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Screen, "step", lambda screen, text: nullcontext(said.append))
+    for beginning in ("0", r"[1-9]\d*"):  # the second time, what is stored is read at once
+        said.clear()
+        assert ask(model, docs, tmp_path / "data") == 0
+        assert re.fullmatch(rf"Reading the prompt: {beginning} of \d+ tokens…", said[0])
+        assert said.count("Answering…") == 1, "once the prompt is read, the line is as before"
 
 
 def test_passages_are_marked_and_hints_say_what_comes_of_it(
@@ -332,7 +347,8 @@ def test_answer_says_how_near_it_is_and_what_it_lacked_is_stored_however_long_th
     assert ask(model, docs, tmp_path / "data") == 0
     first = capsys.readouterr()
     assert "Exact: this is the full model's answer" in first.out
-    assert re.search(r"Storing the KV of these passages for the next question: \d left… Ctrl-C ends it\.", first.err)
+    said = r"Storing the KV of 4 of 4 passages, from 4 of 4 files, for the next question: \d left… Ctrl-C ends it\."
+    assert re.search(said, first.err)
     for flags, said in (
         ((), "Checked: the same answer as without reuse. This compares computations, not facts."),
         (("--verify", "off"), "Approximate: not compared with the answer without reuse."),

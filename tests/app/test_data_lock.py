@@ -40,7 +40,7 @@ def test_second_process_is_refused_and_a_start_after_a_kill_finds_and_erases_wha
         assert done.returncode == 2, done.stderr
         assert f"in use by process {server.process.pid} (" in done.stderr
         assert "serve)" in done.stderr
-        assert "a data folder of its own" in done.stderr
+        assert "use another data folder" in done.stderr
     body = {"model": model.name, "prompt": "Which?", "documents": [passage(60)], "max_tokens": 1}
 
     def hits(served: Served) -> int:

@@ -78,7 +78,7 @@ def test_impossible_schema_is_refused(engine: BlendEngine) -> None:
         {"type": "object", "not": {}, "x-guidance": {"lenient": True}},
     ]
     for schema in schemas:
-        with pytest.raises(ConfigError, match="use a schema that answers can be held to"):
+        with pytest.raises(ConfigError, match="use a schema that can be enforced"):
             engine.grammar(schema)
 
 

@@ -277,7 +277,7 @@ def test_methods_that_need_a_blended_pass_are_refused_by_name(monkeypatch: pytes
             list(Methods(engine, PROMPT).compare(4))
         with pytest.raises(ConfigError, match=r"prepack_weights=True.*model is not blended"):
             engine.with_config(prepack_weights=True)
-    with engine_of(tiny.plain_model("rwkv")) as engine, pytest.raises(PromptError, match="fuses no prompt"):
+    with engine_of(tiny.plain_model("rwkv")) as engine, pytest.raises(PromptError, match="fuses no prompts"):
         engine.fuse(PROMPT)
     monkeypatch.setattr(families, "_registered", {})
     families.register_family("lfm2", like="llama")

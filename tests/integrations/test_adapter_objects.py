@@ -99,7 +99,7 @@ def test_arguments_that_do_not_go_are_refused_with_a_remedy(saved: Path) -> None
         ({"model_kwargs": {"dtype": "float16"}, "dtype": "bfloat16"}, "dtype='bfloat16' is given, too"),
         ({"model_kwargs": {"device_map": "cpu"}, "device": "cpu"}, "leave out device_map"),
         ({"model_kwargs": {"sliding": 3}}, "sliding=3 .*does not take it"),
-        ({"model_kwargs": {"temperature": 0.5}}, "beside model_kwargs"),
+        ({"model_kwargs": {"temperature": 0.5}}, "outside model_kwargs"),
         ({"model_kwargs": {"load_in_4bit": True}}, r"BitsAndBytesConfig\(load_in_4bit=True\)"),
         ({"model_kwargs": "bfloat16"}, "use a dict"),
         ({"dtype": torch.int8}, "'int8' .*use one of 'auto'"),

@@ -127,7 +127,7 @@ def values_of(told: Any) -> list[float]:
 
 def test_options_of_decoding_are_refused_where_they_are_wrong_or_ignored(engine: BlendEngine) -> None:
     for given, told in {
-        ("top_logprobs", 3): "give logprobs=True beside it",
+        ("top_logprobs", 3): "give logprobs=True, too",
         ("top_logprobs", 21): "from 0 to 20",
         ("logprobs", "yes"): "True or False",
         ("min_p", 0.1): "do_sample=True or a temperature",

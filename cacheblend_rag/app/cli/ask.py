@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.app.options import FolderRAGOptions
     from cacheblend_rag.report import Verification
 
+_ANSWERING = "Answering…"
 _LINE = 100  # characters of an answer in a table
 _LOOKING = 0.2  # seconds between two looks at what is still to be stored
 
@@ -61,10 +62,10 @@ def _ask(parsed: argparse.Namespace) -> int:
         own = rag.engine.config.verify if ENV_PREFIX + "VERIFY" in os.environ else "always"
         # Nothing is checked once the command has ended.
         rag.llm.verify = verify = parsed.verify or ("always" if own == "idle" else own)
-        with screen.step("Answering…"):
-            answer = rag.ask(parsed.question)
+        with screen.step(_ANSWERING) as say:
+            answer = rag.ask(parsed.question, lambda read: say(_progress(**read.counts)))
         _show_answer(screen, parsed.question, answer, read=verify != "held")
-        _store(screen, rag)
+        _store(screen, rag, answer)
         if parsed.compare:
             _compare(screen, rag, answer)
         if parsed.warm:
@@ -93,19 +94,27 @@ def _index(screen: Screen, rag: FolderRAG) -> None:
     """Bring the index up to date, and say what is in it and what is not."""
     index = rag.update(progress=None)
     if index.rebuilt:
-        screen.warn(f"The index was built anew: {index.rebuilt}.")
+        screen.warn(f"The index was rebuilt: {index.rebuilt}.")
     screen.note(f"{index.chunks} chunks of {index.files} files indexed ({index.embedded} embedded now)")
     for line in index.left_out():
         screen.warn(line)
 
 
-def _store(screen: Screen, rag: FolderRAG) -> None:
-    """Store the KV that the answer lacked, however long it takes; an interrupt drops what is left."""
-    flush, text = rag.engine.turns.write_back.flush, "Storing the KV of these passages for the next question: {} left…"
+def _progress(total: int, processed: int, **other: int) -> str:
+    """A line on how many tokens of the prompt are read."""
+    return f"Reading the prompt: {processed:,} of {total:,} tokens…" if processed < total else _ANSWERING
+
+
+def _store(screen: Screen, rag: FolderRAG, answer: Answer) -> None:
+    """Store the KV of the answer's new passages, and wait until that is done; an interrupt drops the rest."""
+    flush, files = rag.engine.turns.write_back.flush, [one.metadata.get("source") for one in answer.sources]
+    new = [file for file, one in zip(files, answer.sources, strict=True) if answer.tiers.get(one.page_content) == ""]
+    passages = f"{len(new)} of {len(files)} passages, from {len(set(new))} of {len(set(files))} files,"
+    text = f"Storing the KV of {passages if new else 'this prompt'} for the next question: {{}} left… Ctrl-C ends it."
     if left := flush(0.0):
-        with screen.step(text.format(left) + " Ctrl-C ends it.") as say:
+        with screen.step(text.format(left)) as say:
             while left := flush(_LOOKING):
-                say(text.format(left) + " Ctrl-C ends it.")
+                say(text.format(left))
             rag.engine.flush()
 
 
@@ -126,7 +135,7 @@ def _warm_all(screen: Screen, rag: FolderRAG) -> None:
     screen.note(f"their KV takes {size / 1e6:,.1f} MB" + (f" of {limit / 1e6:,.0f} MB" if limit < UNLIMITED else ""))
     warmed = rag.warm()
     if warmed.plain_reason:
-        screen.note(f"nothing of them is stored, as the model is answered plainly: {warmed.plain_reason}")
+        screen.note(f"no KV of them is stored, because the model is not blended: {warmed.plain_reason}")
         return
     screen.note(f"{warmed.computed} computed in {warmed.seconds:.1f} s, {warmed.present} there already")
     if warmed.skipped:
@@ -145,7 +154,7 @@ def _show_answer(screen: Screen, question: str, answer: Answer, read: bool = Tru
     screen.show("")
     screen.show("Sources:")
     unread = not read or (report.plain and not report.misses)  # what is missing of others is stored now
-    tiers = {} if unread else dict(zip(answer.prompt.chunks, report.chunk_tiers, strict=False))
+    tiers = {} if unread else answer.tiers
     for number, source in enumerate(answer.sources, 1):
         page = f", page {source.metadata['page']}" if "page" in source.metadata else ""
         title = source.page_content.strip().splitlines()[0].lstrip("# ")

@@ -95,17 +95,15 @@ def given_options(
 
 
 def unused_variables() -> list[str]:
-    """Warnings of variables that look like options and are none; without their values."""
+    """Warnings about variables that look like options but are unknown; without their values."""
     removed = (ENV_PREFIX + name.upper() for name in REMOVED)  # an error says more of them
     variables = [*OTHER_VARIABLES, *removed, *(option.variable for options in SECTIONS.values() for option in options)]
     known = {name.removeprefix(ENV_PREFIX) for name in variables}
     given = {name.removeprefix(ENV_PREFIX) for name in os.environ if name.startswith(ENV_PREFIX)}
     messages = []
     for name in sorted(given - known):
-        nearest = get_close_matches(name, known, n=1)
-        messages.append(
-            f"{ENV_PREFIX}{name} is not used" + (f"; did you mean {ENV_PREFIX}{nearest[0]}?" if nearest else "")
-        )
+        hints = [f"; did you mean {ENV_PREFIX}{nearest}?" for nearest in get_close_matches(name, known, n=1)]
+        messages.append(f"{ENV_PREFIX}{name} is not used{''.join(hints)}")
     return messages
 
 
@@ -170,7 +168,7 @@ def _of_file(path: Path) -> dict[str, GivenValue]:
         why = error.strerror or str(error)
         raise ConfigError("--config", str(path), f"{why}; name a file of options in TOML") from error
     except ValueError as error:  # of tomllib it says where, and never what stands there
-        raise ConfigError("--config", str(path), f"it is no TOML: {error}") from error
+        raise ConfigError("--config", str(path), f"it is not valid TOML: {error}") from error
     return given_sections(sections, str(path))
 
 
@@ -186,7 +184,7 @@ def given_sections(sections: Mapping[str, Any], source: str) -> dict[str, GivenV
     Raises
     ------
     ConfigError
-        If there is a section or an option that is none, or a value is of another type.
+        If a section or option is unknown, or a value has the wrong type.
     """
     found = {}
     for section, keys in sections.items():
@@ -223,7 +221,7 @@ def _remedy(name: str, section: str, known: Mapping[str, Any] | list[str]) -> st
 def _check_type(option: Option, value: Any, origin: str) -> Any:
     """A value of the file, which must be of the option's own type: text is not read as a number.
 
-    An option that takes several types is looked at by those that are made of it.
+    An option that takes several types is checked later, by the class that it belongs to.
     """
     types, words = _TYPES[option.kind.toml]
     if not isinstance(value, types) or (isinstance(value, bool) and option.kind.toml in (int, float)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.app.cli.arguments import add_arguments, data_folder, rag_options
 from cacheblend_rag.app.startup import leave_out_triton
@@ -70,9 +70,7 @@ def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def _add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments for the prompts of `calibrate` and `eval`."""
-    parser.add_argument(
-        "--questions", metavar="FILE", help="your own questions, one a line; by default made from names"
-    )
+    parser.add_argument("--questions", metavar="FILE", help="your questions, one a line; by default made from names")
     parser.add_argument("--data", metavar="FILE", help="questions with passages, as JSON lines, instead of --docs")
     parser.add_argument("--chunks", type=int, default=6, metavar="N", help="chunks in a prompt (6)")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn by chance (default 0)")
@@ -131,9 +129,8 @@ def _read_prompts(parsed: argparse.Namespace, count: int) -> tuple[list[Prompt],
 
 def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = commands.add_parser(
-        "eval", help="hold answers against full prefill's, and against known ones", description=_EVAL
-    )
+    what = "compare answers with full prefill's, and with known answers"
+    parser = commands.add_parser("eval", help=what, description=_EVAL)
     add_arguments(parser, "model", "docs", "data-dir", "size-limit", "device", "dtype", "ratio")
     _add_prompt_arguments(parser)
     parser.add_argument("--prompts", type=int, default=24, metavar="N", help="how many, drawn by chance (24)")
@@ -151,15 +148,9 @@ def _evaluate(parsed: argparse.Namespace) -> int:
     check_whole("prompts", parsed.prompts, 1)
     options = rag_options(parsed)
     prompts, corpus, golds = _read_prompts(parsed, parsed.prompts)
-    with BlendEngine.from_pretrained(
-        str(options.model),
-        config=options.config,
-        store=data_folder(parsed) / "kv",
-        device=options.device,
-        dtype=options.dtype,
-    ) as engine:
-        rows = measure_quality(
-            engine, frame_prompts(prompts, engine.tokenizer), golds, max_new_tokens=parsed.max_new_tokens, corpus=corpus
-        )
+    where: dict[str, Any] = {"store": data_folder(parsed) / "kv", "device": options.device, "dtype": options.dtype}
+    with BlendEngine.from_pretrained(str(options.model), config=options.config, **where) as engine:
+        framed, most = frame_prompts(prompts, engine.tokenizer), parsed.max_new_tokens
+        rows = measure_quality(engine, framed, golds, max_new_tokens=most, corpus=corpus)
     print(quality_table(rows, len(prompts) - rows[0].prompts))
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 
@@ -15,19 +15,14 @@ def add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     models.set_defaults(run=_list)
     kinds = models.add_subparsers(title="commands", metavar="COMMAND")
     kinds.add_parser("list", help="what is there, where, and how large (the default)").set_defaults(run=_list)
-    check = kinds.add_parser("check", help="how models would be answered, as their configs say; no weights are fetched")
-    check.set_defaults(run=_check)
-    get = kinds.add_parser("get", help="fetch starter models ahead of time")
-    get.set_defaults(run=_get)
-    delete = kinds.add_parser("delete", help="delete starter models, or what was read of GGUF files")
-    delete.set_defaults(run=_delete)
-    texts = {
-        get: 'such as "smollm2"',
-        check: "an id, a folder, a GGUF file or a starter",
-        delete: 'as "models list" names them',
-    }
-    for parser, help_text in texts.items():
-        parser.add_argument("names", nargs="+", metavar="NAME", help=help_text)
+    for kind, run, help_text, names in (
+        ("check", _check, "say how models would be answered", "an id, a folder, a GGUF file or a starter"),
+        ("get", _get, "fetch starter models ahead of time", 'such as "smollm2"'),
+        ("delete", _delete, "delete starter models, or settings read from GGUF files", 'as "models list" names them'),
+    ):
+        parser = kinds.add_parser(kind, help=help_text)
+        parser.set_defaults(run=run)
+        parser.add_argument("names", nargs="+", metavar="NAME", help=names)
 
 
 def _list(parsed: argparse.Namespace) -> int:
@@ -49,8 +44,7 @@ def _list(parsed: argparse.Namespace) -> int:
 def _get(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.models.starters import STARTERS, starter_folder
 
-    for name in parsed.names:
-        _check_known(name, STARTERS)
+    _check_known(parsed.names, STARTERS)
     for name in parsed.names:
         print(f"{name} is in {starter_folder(name)}")
     return 0
@@ -102,28 +96,26 @@ def _delete(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.models.starters import STARTERS, starter_path
 
     there = {name: starter_path(name) for name in STARTERS} | _settings_folders()
-    for name in parsed.names:
-        _check_known(name, there)
+    _check_known(parsed.names, there)
     for name in parsed.names:
         print(f"{name} is deleted" if delete_folder(there[name]) else f"{name} was not there")
     return 0
 
 
 def _settings_folders() -> dict[str, Path]:
-    """Folders of what was read of GGUF files, by name."""
+    """Folders with the settings that were read from GGUF files, by name."""
     from cacheblend_rag.models.model_folders import is_whole, models_path
 
     folder = models_path() / "gguf"
     return {path.name: path for path in sorted(folder.iterdir()) if is_whole(path)} if folder.is_dir() else {}
 
 
-def _check_known(name: str, known: Iterable[str]) -> None:
+def _check_known(names: Sequence[str], known: Collection[str]) -> None:
     from cacheblend_rag.errors import ConfigError
 
-    names = list(known)
-    if name not in names:
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        raise ConfigError("NAME", name, f"use {near[0]!r}" if near else f"use one of {', '.join(names)}")
+    for name in (one for one in names if one not in known):
+        near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+        raise ConfigError("NAME", name, f"use {near[0]!r}" if near else f"use one of {', '.join(known)}")
 
 
 def _megabytes(size: int) -> str:

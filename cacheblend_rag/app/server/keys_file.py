@@ -73,7 +73,7 @@ class KeyEntry:
 
 
 def new_key(name: str, tenant: str | None) -> tuple[KeyEntry, str]:
-    """A key that is drawn by chance, and what is kept of it."""
+    """A new random key, and the entry to keep in the file."""
     id, salt = secrets.token_hex(6), secrets.token_hex(16)
     key = f"cbr_{id}_{secrets.token_urlsafe(32)}"
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -120,7 +120,7 @@ def read_keys(path: Path) -> tuple[KeyEntry, ...]:
 
 
 def add_key(path: Path, entry: KeyEntry) -> None:
-    """Write a file anew with one more key; it is there whole or as before, and one process at a time changes it.
+    """Rewrite the file with one more key. The change is atomic, and only one process at a time makes it.
 
     Raises
     ------
@@ -231,7 +231,7 @@ class KeysFile:
                     self._seen = state
                     _log.info("the file of keys was read again: %d keys", len(self._keys))
             if unfit and unfit != self._unfit:
-                _log.error("the changed file of keys is not used, and the former keys hold: %s", unfit)
+                _log.error("the changed keys file cannot be used, so the previous keys stay valid: %s", unfit)
             self._unfit = unfit
 
     def state(self) -> tuple[int, ...]:

@@ -117,7 +117,7 @@ class Problem(Exception):  # noqa: N818 - it is an answer
 
 
 def problem_of(error: BaseException) -> Problem:
-    """The problem that a client gets for an error; it says nothing of an unexpected one but that it happened."""
+    """The problem that a client sees for an error. For an unexpected error it says only that an error occurred."""
     if isinstance(error, Problem):
         return error
     if isinstance(error, ConfigError):
@@ -173,7 +173,7 @@ def _first_fault(error: RequestValidationError, path: str) -> tuple[str, str]:
     """
     found = error.errors()
     if found[0]["type"] == "json_invalid":
-        return "", "it is no JSON"
+        return "", "it is not JSON"
     # A field of several forms has an error for each; the one that was understood the furthest is about its value.
     same = [one for one in found if one["loc"][:2] == found[0]["loc"][:2]]
     fault = max(same, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
@@ -194,7 +194,7 @@ def _first_fault(error: RequestValidationError, path: str) -> tuple[str, str]:
 
 
 def _names_field(part: int | str) -> bool:
-    """Whether a part of a place is one of the request's, not one of pydantic's names for forms of a value."""
+    """Whether a part of an error's location is a field of the request, not pydantic's name for a variant of a value."""
     return isinstance(part, int) or (bool(_FIELD.fullmatch(part)) and part not in _FORMS)
 
 

@@ -134,7 +134,7 @@ def test_serve_names_bad_entries_of_an_options_file(file: Path, capsys: pytest.C
         ("[rag]\nmodel = 3", "[rag] model=3 is not usable: use a text, in quotes"),
         ("[rag]\nmodel = './none'", "[rag] model='./none' is not usable: there is no such file or folder"),
         ("[server]\nhost = '0.0.0.0'", "[server] host='0.0.0.0' is not usable: others could reach the server"),
-        ("port = x", "it is no TOML: Invalid value (at line 1"),
+        ("port = x", "it is not valid TOML: Invalid value (at line 1"),
     )
     for text, message in cases:
         file.write_text(text, encoding="utf-8")

@@ -53,7 +53,7 @@ def test_every_kind_is_read_by_one_process_that_knows_nothing_of_the_server(
         for name, data in files.items():
             assert "Text of " in reader.parse(file(name, data)).pages[0], name
             processes.add(process_of(reader))
-        assert caplog.messages == ["f.html is read, but for: an equation"]
+        assert caplog.messages == ["f.html is read, except: an equation"]
         (process,) = processes
         assert Path(f"/proc/{process}/environ").read_bytes() == b""
         assert Path(f"/proc/{process}/cwd").resolve() == Path("/")

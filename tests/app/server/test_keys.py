@@ -140,7 +140,7 @@ def test_bad_key_file_stops_a_start_and_leaves_a_running_server_its_keys(
                 assert found is not None
                 assert found.tenant == "ada"
         (record,) = caplog.records  # it is told once
-        assert "the former keys hold" in record.getMessage()
+        assert "the previous keys stay valid" in record.getMessage()
         assert message in record.getMessage()
         with pytest.raises(ConfigError, match="keys_file") as refused:
             settings_for(model, docs, tmp_path, keys_file=path)

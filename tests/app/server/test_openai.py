@@ -346,7 +346,7 @@ def test_unsupported_fields_are_refused(client: openai.OpenAI, chat: openai.Open
     assert caught.value.param == "dimensions"
     with httpx.Client(base_url=str(client.base_url)) as plain:
         answer = plain.post("completions", content=b"{no json", headers={"Content-Type": "application/json"})
-        assert (answer.status_code, answer.json()["error"]["message"]) == (400, "body: it is no JSON")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, "body: it is not JSON")
 
 
 def test_fields_of_other_servers_are_answered_with_those_to_use(client: openai.OpenAI) -> None:

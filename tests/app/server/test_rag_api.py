@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from cacheblend_rag.app.server.services.folders import SearchHit
 from cacheblend_rag.app.server.services.questions import EarlierTurn, QuestionPrompt, search
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.errors import PromptError
+from cacheblend_rag.report import BlendReport
 from tests import tiny
 from tests.app.server.common import (
     client_of,
@@ -64,6 +66,8 @@ def test_answer_comes_in_pieces_between_sources_and_report(client: Any) -> None:
     assert whole["sources"] == sources
     assert (len(sources), report["hits"], report["misses"]) == (3, 3, 0)
     assert report["prompt"] == whole["report"]["prompt"] == [], "each token has to be decoded for that"
+    read = [data for name, data in ask(client, return_progress=True) if name == "progress"]
+    assert {one["total"] for one in read} == {sum(report["tokens"].values())} == {read[-1]["processed"]}
     chosen = [one["document_id"] for one in sources[1:]]
     assert {one["document_id"] for one in ask(client, documents=chosen)[0][1]} == set(chosen)
 
@@ -101,6 +105,17 @@ def test_report_accounts_for_every_token_of_the_prompt(client: Any) -> None:
     )
     assert all(one["device"] == "memory" and one["bytes"] > 0 for one in report["chunks"])
     assert report["ttft_s"] == pytest.approx(sum(report["parts"].values()))
+
+
+def test_names_in_the_servers_json_are_those_that_the_page_on_reports_lists(client: Any) -> None:
+    page = Path("docs/reference/report.md").read_text(encoding="utf-8")
+    names: list[set[str]] = [set(), set(), set()]
+    for row in page.partition("| `BlendReport` |")[2].partition("\n\n")[0].splitlines()[2:]:
+        for found, cell in zip(names, cells := row.strip("|").split("|"), strict=True):
+            found |= set(re.findall(r"`(\w+)`", cells[0] if "the same" in cell else cell))
+    chat = client.post("/v1/completions", json={"model": "model", "prompt": QUESTION, "max_tokens": 2}).json()
+    assert names[0] <= set(dir(BlendReport(())))
+    assert names[1:] == [set(chat["cacheblend"][0]), set(report_of(client))]
 
 
 def test_instructions_stand_before_the_passages_and_cost_no_hits(client: Any) -> None:

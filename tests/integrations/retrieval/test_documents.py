@@ -84,7 +84,7 @@ def test_byte_order_mark_and_line_ends_are_not_text() -> None:
 def test_unreadable_file_is_an_error_by_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, "good.txt", "good")
     write(tmp_path, "sub/bytes.txt", bytes(range(256)) * 8)
-    with pytest.raises(DocumentError, match=r"sub/bytes\.txt holds bytes that are no text"):
+    with pytest.raises(DocumentError, match=r"sub/bytes\.txt holds bytes that are not text"):
         read_folder(tmp_path)
     with caplog.at_level(logging.WARNING):
         assert [one.path for one in read_folder(tmp_path, on_error="skip")] == ["good.txt"]

@@ -36,7 +36,7 @@ def test_text_is_read_in_the_encoding_it_is_in() -> None:
 
 def test_file_that_is_no_text_is_named() -> None:
     for data in (b"\x89PNG\r\n\x1a\n" + bytes(range(256)), b"\0" * 100, b"\xff\xfe\0"):
-        with pytest.raises(DocumentError, match=r"picture\.txt holds bytes that are no text"):
+        with pytest.raises(DocumentError, match=r"picture\.txt holds bytes that are not text"):
             parsed("picture.txt", data)
 
 
@@ -242,7 +242,7 @@ def test_unread_parts_of_a_word_document_are_named(caplog: pytest.LogCaptureFixt
     inner = b"<w:body><w:altChunk/><w:p><w:r><w:t>Text</w:t><w:sym w:font='Own' w:char='F0AA'/></w:r></w:p>"
     data = with_part(make_docx(lambda _: None), "word/document.xml", lambda xml: xml.replace(b"<w:body>", inner))
     assert parsed("a.docx", data) == "Text"
-    assert "a.docx is read, but for: a document within it; A w:sym element" in caplog.text
+    assert "a.docx is read, except: a document within it; A w:sym element" in caplog.text
     assert "F0AA" in caplog.text
     caplog.clear()
     parsed("a.docx", make_docx(write))

@@ -154,7 +154,7 @@ def test_damaged_index_is_built_anew(folder: Folder, caplog: pytest.LogCaptureFi
         path = max(folder.index_dir.glob(pattern), key=lambda one: one.stat().st_mtime_ns)
         path.write_bytes(path.read_bytes()[:-9])
         assert folder.update() == report(files=3, added=3, chunks=3, embedded=3, rebuilt="the saved index is damaged")
-        assert "the index is built anew" in caplog.text
+        assert "the index is rebuilt" in caplog.text
         assert folder.forgotten == []
     assert folder.update() == report(files=3, unchanged=3, chunks=3)
 
@@ -173,11 +173,11 @@ def test_unreadable_file_leaves_the_index_as_it_was(folder: Folder) -> None:
     folder.write("mill.txt", BYTES)
     folder.write("new.txt", "Clara plays the violin.")
     index = folder.index()
-    with pytest.raises(DocumentError, match=r"mill\.txt holds bytes that are no text"):
+    with pytest.raises(DocumentError, match=r"mill\.txt holds bytes that are not text"):
         index.update()
     assert len(index.store) == 3
     assert folder.forgotten == []
-    skipped = {"mill.txt": "mill.txt holds bytes that are no text in any known encoding; save it as UTF-8"}
+    skipped = {"mill.txt": "mill.txt holds bytes that are not text in any known encoding; save it as UTF-8"}
     assert folder.update(on_error="skip") == report(
         files=3, unchanged=2, added=1, removed=1, skipped=skipped, chunks=3, embedded=1, forgotten=1
     )

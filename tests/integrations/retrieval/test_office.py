@@ -133,16 +133,16 @@ READ: tuple[tuple[str, Callable[[], bytes], str, str], ...] = (
     ("a.html", lambda: SHORT.encode(), "| x | y | z |", ""),
     ("a.html", lambda: HIGH.encode(), "| 1912 | Aldra | | 5 |\n| 1913 | Aldra | | 7 |", ""),
     ("a.html", lambda: b"<p>So <math alttext='x^2'><mi>x</mi></math>.", "So x^2.", ""),
-    ("a.html", lambda: b"<p>So <math><mi>x</mi><mn>2</mn></math>", "So", "a.html is read, but for: an equation"),
+    ("a.html", lambda: b"<p>So <math><mi>x</mi><mn>2</mn></math>", "So", "a.html is read, except: an equation"),
     ("a.docx", lambda: make_docx(word), "| North | Berin | 7 |\n\nRent ~~2010~~ 2020", ""),
     ("a.docx", lambda: equation(ROOT), "√((a+b)c)", ""),
-    ("a.docx", lambda: equation(SUM), "_i", "a.docx is read, but for: signs, marks or rows of an equation"),
+    ("a.docx", lambda: equation(SUM), "_i", "a.docx is read, except: signs, marks or rows of an equation"),
     ("a.xlsx", lambda: formatted(rate=(0.0575, "0.00%"), zip=(1067, "00000")), "rate: 5.75%; zip: 01067", ""),
     ("a.xlsx", lambda: formatted(a=(19, '0"%"'), b=(5, r"0\%")), "a: 19%; b: 5%", ""),
     ("a.xlsx", lambda: workbook(A=TABLES), "Prices\n\nitem: tea; price: 3\n\ntown: Aldra; people: 5\n\ntown: 0", ""),
     ("a.xlsx", lambda: workbook(A=[["a"], ["=1+1"]]), "a", "formulas without saved values, sheet1.xml from A2 on"),
-    ("a.pptx", lambda: presentation(chart), "## Slide 1", "a.pptx is read, but for: a chart on slide 1"),
-    ("a.pdf", form, "Lease.\nRent: 1,250 EUR", "a.pdf is read, but for: pages without text"),
+    ("a.pptx", lambda: presentation(chart), "## Slide 1", "a.pptx is read, except: a chart on slide 1"),
+    ("a.pdf", form, "Lease.\nRent: 1,250 EUR", "a.pdf is read, except: pages without text"),
 )  # fmt: skip
 
 
@@ -294,8 +294,8 @@ def test_file_that_would_do_harm_or_is_damaged_is_refused() -> None:
         ("a.epub", lambda: epub("<p>x", **{"META-INF/encryption.xml": "<x>OEBPS/text/0 .xhtml</x>"}), "protected"),
         ("a.epub", lambda: epub("<div>" * 100_000), "nested too deeply"),
         ("a.json", lambda: b"[" * 100_000, "nested too deeply"),
-        ("a.json", lambda: b'{"a": 1,}', "is no JSON"),
-        ("a.jsonl", lambda: b'{"a": 1}\n{', "is no JSON"),
+        ("a.json", lambda: b'{"a": 1,}', "is not JSON"),
+        ("a.jsonl", lambda: b'{"a": 1}\n{', "is not JSON"),
         ("a.py", lambda: bytes(range(256)), "no text"),
     )  # fmt: skip
     for name, data, reason in cases:

@@ -72,7 +72,7 @@ def test_store_with_vectors_of_beginnings_is_embedded_anew_when_it_is_loaded(
     FaissVectorStore.from_texts(list(FACTS.values()), DeterministicFakeEmbedding(size=4), ids=["a", "b"]).save(tmp_path)
     caplog.clear()
     store = FaissVectorStore.load(tmp_path, limited)
-    assert "2 documents are embedded anew" in caplog.text
+    assert "2 documents are embedded again" in caplog.text
     assert (len(store), store.vectors) == (2, sum(map(len, limited.parts_of(list(FACTS.values())))))
     store.delete(["a"])
     store.save(tmp_path)

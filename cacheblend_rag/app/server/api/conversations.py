@@ -61,7 +61,7 @@ def call_of(
     """
     check_arguments(engine.tokenizer, body.chat_template_kwargs)
     if not body.tools and body.tool_choice not in (None, "auto", "none"):
-        raise ConfigError("tool_choice", body.tool_choice, "give tools beside it, or leave it out")
+        raise ConfigError("tool_choice", body.tool_choice, "give tools, too, or leave it out")
     tools = [tool.model_dump() for tool in body.tools or []] if body.tool_choice != "none" else []
     choice = body.tool_choice if tools else None
     form = None if body.response_format is None else body.response_format.model_dump(by_alias=True)
@@ -107,7 +107,7 @@ def call_of(
 
 
 def calls_in(read: ParsedAnswer, most: int | None) -> list[dict[str, Any]]:
-    """The calls of a whole answer, at most so many; last those that cannot be read, as written."""
+    """The calls of a complete answer, at most ``most`` of them; unreadable calls come last, as text."""
     calls = [(one.name, json.dumps(one.arguments)) for one in read.calls]
     calls += [(one.name, one.raw) for one in read.unread]
     return [
@@ -142,7 +142,7 @@ def _turn_of(message: ChatMessage, place: str) -> dict[str, Any]:
 
 
 def _arguments_of(written: str) -> Any:
-    """Arguments of a call in an earlier turn, as its template wants them; those of a call that was cut are text."""
+    """Arguments of a call in an earlier turn, as the template expects them; a cut call keeps its arguments as text."""
     try:
         given = json.loads(written.strip() or "{}", strict=False)
     except ValueError:

@@ -165,9 +165,9 @@ class Gatekeeper:
             if caller.tenant is not None and (problem := self._requests.refusal(caller.tenant)) is not None:
                 return problem
             if self._under_way[caller.tenant] >= self._settings.limits.at_once:
-                return Problem(429, "busy", "as many requests of yours are under way as may be", retry_after=5)
+                return Problem(429, "busy", "you already have as many requests running as are allowed", retry_after=5)
             if self._uploads[caller.tenant] >= self._settings.limits.uploading and _is_upload(scope):
-                return Problem(429, "busy", "as many uploads of yours are being sent as may be", retry_after=5)
+                return Problem(429, "busy", "you are already sending as many uploads as are allowed", retry_after=5)
         origin = headers.get("origin")
         if origin is not None and scope["method"] not in _SAFE and _split(origin).netloc != host:
             return Problem(403, "wrong_origin", "pages of other servers may not use this one")
@@ -179,9 +179,9 @@ class _TooLargeError(Exception):
 
 
 class _Limited:
-    """A request as far as it may go: its body to so many bytes, and all of it while its key is not revoked.
+    """Limits a request: the size of its body, and its lifetime to that of its key.
 
-    The bytes are counted as they come; a body without a length can lie about none. Once the key is revoked, the
+    The bytes are counted as they arrive, so a missing or false length does not matter. Once the key is revoked, the
     request goes as if its client had gone away: streams end, and what waits gives up. No answer begins after that.
     """
 
@@ -222,7 +222,7 @@ class _Limited:
             self._streams = self._streams and message.get("more_body", False)
 
     async def end(self, path: str) -> None:
-        """Say why in a stream that was cut; whoever made its events has ended by now."""
+        """Write the reason into a stream that was cut. The producer of its events has already stopped."""
         if self.revoked and self._streams:
             body = "".join(last_events(path, self._REVOKED)).encode()
             await self._send({"type": "http.response.body", "body": body})
@@ -242,7 +242,7 @@ def _is_upload(scope: Scope) -> bool:
 
 
 def _split(address: str) -> SplitResult:
-    """The parts of an address that a client wrote; all are empty where it is none."""
+    """The parts of an address that a client sent; all are empty if it is not a valid address."""
     try:
         return urlsplit(address)
     except ValueError:  # such as a bracket that is not closed

@@ -100,7 +100,7 @@ class AnswerBody(_OpenAIBody):
     @classmethod
     def _of_a_stream(cls, options: StreamOptions, others: ValidationInfo) -> StreamOptions:
         if not others.data.get("stream"):
-            raise ValueError("it stands beside stream=true only")
+            raise ValueError("it needs stream=true")
         return options
 
 
@@ -123,7 +123,7 @@ class Sampling(AnswerBody):
 
     @property
     def top_of_each(self) -> int | None:
-        """How many of the likeliest tokens go with the log-probability of each; None if none are asked for."""
+        """Number of alternatives to each token; None if log-probabilities are not requested."""
         raise NotImplementedError
 
 
@@ -145,7 +145,7 @@ class CompletionBody(Sampling):
     @classmethod
     def _all_come_back(cls, best_of: int, others: ValidationInfo) -> int:
         if best_of != others.data.get("n"):
-            raise ValueError("all n answers come back here, none is chosen; leave it out")
+            raise ValueError("all n answers are returned, so there is nothing to choose; leave it out")
         return best_of
 
     @field_validator("prompt")
@@ -188,7 +188,7 @@ class ToolCall(_OpenAIBody):
 
 
 class ChatMessage(_OpenAIBody):
-    """One message of a conversation; a thought in it is read by chat templates that read thoughts, and by no other."""
+    """A message of a conversation. Only chat templates that read thoughts use its thought."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: _Text | _List[TextPart] | None = None
@@ -284,7 +284,7 @@ class ChatBody(Sampling):
 
     @property
     def level(self) -> Reasoning | None:
-        """Whether the model shall think; None if that is not said."""
+        """Whether the model shall think; None if the request does not say."""
         if self.reasoning_effort is None:
             return self.reasoning.level
         return read_reasoning("reasoning_effort", self.reasoning_effort)
@@ -298,14 +298,14 @@ class ChatBody(Sampling):
     @classmethod
     def _beside_the_others(cls, top: int, others: ValidationInfo) -> int:
         if not others.data.get("logprobs"):
-            raise ValueError("it stands beside logprobs=true only")
+            raise ValueError("it needs logprobs=true")
         return top
 
     @field_validator("max_completion_tokens")
     @classmethod
     def _agrees(cls, most: int, others: ValidationInfo) -> int:
         if others.data.get("max_tokens") not in (None, most):
-            raise ValueError("max_tokens says something else; give one of the two")
+            raise ValueError("it contradicts max_tokens; give only one of them")
         return most
 
 
@@ -369,7 +369,7 @@ _KINDS = {
 
 
 def _kind(item: Any) -> str | None:
-    """Which kind of item it is; one without a type is a message."""
+    """The kind of an item; an item without a type is a message."""
     kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
     return _KINDS.get(kind or "message") if isinstance(kind, str | None) else None
 
@@ -446,7 +446,7 @@ class ResponsesBody(AnswerBody):
     @classmethod
     def _nothing_is_kept(cls, given: Any) -> Any:
         if given is not False:
-            raise ValueError("no response is kept here; leave it out, and send earlier turns in input")
+            raise ValueError("responses are not stored here; leave it out, and send earlier turns in input")
         return given
 
 

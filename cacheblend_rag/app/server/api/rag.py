@@ -49,7 +49,7 @@ from cacheblend_rag.calibration.quality import COMPARED_TOKENS, Methods
 from cacheblend_rag.config import Reasoning
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.engine.streaming import TextStream
+from cacheblend_rag.engine.streaming import Progress, TextStream
 from cacheblend_rag.errors import ConfigError, ContextLengthError
 from cacheblend_rag.fusor.selection import RULES
 from cacheblend_rag.prompt import Prompt
@@ -110,7 +110,7 @@ async def state(here: Here) -> PageState:
 
 
 def suggestions_for(documents: Path) -> list[Suggestion]:
-    """Suggested questions for a folder of documents; none but for the bundled articles."""
+    """Suggested questions for the bundled articles; an empty list for any other folder."""
     if not articles.is_bundled(documents) or not articles.QUESTIONS_PATH.exists():
         return []
     found = []
@@ -133,9 +133,9 @@ async def documents(here: Here) -> DocumentList:
 
 @router.post("/documents", status_code=201)
 async def upload(here: Here, files: Annotated[list[UploadFile], File()]) -> DocumentList:
-    """Put files into the folder; they are read in the background. One of a name already there replaces it.
+    """Put files into the folder, where they are read in the background. A file replaces another of the same name.
 
-    Once this is answered the files are on the disk, and are indexed whatever becomes of the server meanwhile.
+    After the answer, the files are on disk and will be indexed even if the server is restarted.
     """
     if len(files) > here.service.limits.upload_files:
         raise Problem(413, "too_many_files", f"upload {here.service.limits.upload_files} files at a time")
@@ -163,7 +163,7 @@ async def delete_document(here: Here, request: Request, id: str) -> Response:
     folder = here.writable()
     if not folder.holds(id):  # nobody waits for what is not here
         await here.in_thread(here.check_holds, [id])
-        raise Problem(403, "read_only", "this document is one of the folder that the server was started with")
+        raise Problem(403, "read_only", "this document belongs to the folder that the server was started with")
     # Alone, for an answer under way would store the KV of what is deleted again.
     async with await unless_gone(request, here.service.queue.slot(here.tenant.name, alone="tenant")) as slot:
         await slot.in_thread(folder.remove, id)
@@ -206,7 +206,7 @@ async def _check(here: Session, body: SearchBody) -> None:
     responses={
         200: {
             "content": {"text/event-stream": {}},
-            "description": "Events `sources`, `thought`, `token`, `report`, `error` and `done`, or one answer.",
+            "description": "Events `sources`, `progress`, `thought`, `token`, `report`, `error` and `done`, or a body.",
         }
     },
 )
@@ -252,9 +252,10 @@ async def ask(here: Here, request: Request, body: AskBody) -> Any:
     async def events() -> AsyncIterator[str]:
         stream = begin()
         yield event("sources", [asdict(one) for one in question.found])
-        stream.with_thoughts = True
+        stream.with_thoughts, stream.with_progress = True, body.return_progress
         async for piece in stream:
-            yield event("thought" if isinstance(piece, Thought) else "token", {"text": str(piece)})
+            kind = {Thought: "thought", Progress: "progress"}.get(type(piece), "token")
+            yield event(kind, piece.counts if isinstance(piece, Progress) else {"text": str(piece)})
         if stream.result is not None:
             yield event("report", await report(stream.result))
 
@@ -337,7 +338,7 @@ class _Question:
 async def _retrieved(
     here: Session, model: ServedModel, body: CompareBody, slot: Slot, most: int | None, level: Reasoning = False
 ) -> _Question | None:
-    """The passages of an answer, and the prompt; it has room for so many tokens more. None if there are no passages."""
+    """The passages of an answer and its prompt, with room for ``most`` more tokens; None if there are no passages."""
     k = body.top_k or here.service.settings.rag.top_k
     find = partial(here.search, documents=body.documents)
     found = await slot.in_thread(search, find, body.question, body.history, k)
@@ -352,7 +353,7 @@ def _fitting(
     most: int | None,
     level: Reasoning,
 ) -> _Question:
-    """The prompt with as many of the latest turns as there is room for beside the passages."""
+    """The prompt with the latest turns that fit into the window together with the passages."""
     passages = [one.text for one in found]
     prompt = model.question_prompt.ask(body.question, passages, earlier, body.instructions, level)
     try:
@@ -377,7 +378,7 @@ def _without_documents(stream: bool, engine: BlendEngine) -> WholeAnswer | Event
 
 
 async def _to_the_end(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """Events with the last one behind them; an error becomes an event too."""
+    """Events followed by the final event ``done``; an error becomes an event, too."""
     try:
         async for one in events:
             yield one
@@ -421,11 +422,11 @@ def _document_name(given: str | None) -> str:
 async def verification(
     here: Here, request: Request, id: str, wait: Annotated[float, Query(ge=0, le=_MOST_SECONDS)] = 0
 ) -> Verification:
-    """How an answer with ``"verify": "idle"`` was verified; waits so many seconds for it at most.
+    """How an answer with ``"verify": "idle"`` was verified; waits at most ``wait`` seconds.
 
-    ``waiting``: it was not yet. ``verified``: the model itself gives this very answer. ``corrected``: it gives another
-    one: ``position`` characters of the first answer stay, and ``after`` stands in the place of ``before``.
-    ``given up``: it could not be checked, for the ``reason`` given.
+    ``waiting``: not checked yet. ``verified``: full prefill gives the same answer. ``corrected``: full prefill gives a
+    different answer; the first ``position`` characters stay, and ``after`` replaces ``before``. ``given up``: the check
+    failed for the ``reason`` given.
     """
     return await unless_gone(request, here.verifications.result(id, wait))
 

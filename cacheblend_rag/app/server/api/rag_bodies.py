@@ -60,9 +60,10 @@ class CompareBody(SearchBody):
 class AskBody(CompareBody):
     """A question; ``stream`` chooses between events and one answer.
 
-    With ``show_prompt``, the report has the prompt token by token. With ``verify``, the answer is held against full
-    prefill, and the report says whether it was corrected. ``reasoning`` says whether the model thinks first. Unless
-    ``stop_repetition`` is false, an answer that only repeats itself is ended.
+    With ``show_prompt``, the report has the prompt token by token. With ``return_progress``, events say how much of
+    the prompt is read. With ``verify``, the answer is compared with full prefill's, and the report says whether it was
+    corrected. ``reasoning`` says whether the model thinks first. Unless ``stop_repetition`` is false, an answer that
+    only repeats itself is ended.
 
     ``temperature`` above 0 samples; by default the likeliest token is taken each time.
     """
@@ -70,6 +71,7 @@ class AskBody(CompareBody):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     stream: Flag = True
     show_prompt: Flag = False
+    return_progress: Flag = False
     verify: Verify | None = None
     reasoning: Annotated[Reasoning | None, BeforeValidator(_reasoning)] = None
     stop_repetition: Flag | None = None
@@ -127,7 +129,7 @@ class LimitsInfo(BaseModel):
 
 
 class PageState(BaseModel):
-    """Everything the page needs to begin; the first model answers where a request names none.
+    """Everything the page needs to begin; the first model answers requests that name no model.
 
     ``tenant`` is the one that the key is of; null without keys.
     """
@@ -165,7 +167,7 @@ class FoundPassages(BaseModel):
 
 
 class WholeAnswer(BaseModel):
-    """An answer that was not streamed; ``report`` is that of the event of this name."""
+    """An answer that was not streamed; ``report`` has the same content as the event ``report``."""
 
     answer: str
     thought: str

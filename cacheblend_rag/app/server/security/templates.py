@@ -33,7 +33,7 @@ def check_arguments(tokenizer: Any, given: Mapping[str, Any]) -> None:
     known = read - _GIVEN - set(taken) - set(tokenizer.special_tokens_map)
     for name in given:
         if name not in known:
-            remedy = f"use {', '.join(sorted(known))}" if known else "it takes none: leave it out"
+            remedy = f"use {', '.join(sorted(known))}" if known else "this template takes no arguments: leave it out"
             message = f"chat_template_kwargs has {name[:64]!r}, which the model's chat template does not take; {remedy}"
             raise Problem(400, "bad_value", message, field="chat_template_kwargs")
 

@@ -73,9 +73,9 @@ class Folder:
     Parameters
     ----------
     index : FolderIndex
-        Its index; what this one reads files with and calls for texts that go is called from here on.
+        Its index, whose reader and ``on_delete`` are used from here on.
     lasting : float
-        Seconds that an answer under way may take. KV that one stores of a text whose file went meanwhile is erased
+        Seconds that an answer may take. KV that an answer stores of a text whose file was deleted meanwhile is erased
         after that time.
     changed : callable
         Gets what was done, and how many files cannot be read since, after each update that changed the index.
@@ -205,7 +205,7 @@ class Folder:
             part.replace(self.path / name)
             _sync(self.path)
         except OSError as error:
-            raise Problem(507, "disk_full", "the server's disk is full, or fails; nothing was taken in") from error
+            raise Problem(507, "disk_full", "the server's disk is full or fails; nothing was stored") from error
         finally:
             part.unlink(missing_ok=True)
         self._files = {**self._files, name: file_state(self.path / name)}
@@ -287,7 +287,7 @@ class Folder:
         self._forget(texts)
 
     def warm_some(self, engine: BlendEngine) -> bool:
-        """Store the KV of some passages; whether any were left."""
+        """Store the KV of some passages; True if passages without KV remain."""
         with self._lock:
             some = list[str]()
             while self._cold and sum(map(len, some)) < _WARMED_CHARS:
@@ -386,7 +386,7 @@ def _warmed(folder: Folder, engine: Callable[[], BlendEngine]) -> bool:
 
 
 def shown_name(name: str) -> str:
-    """A name as it is shown: without bytes that are no text, and characters that are not seen or turn others around.
+    """A name as it is shown: without bytes that are not text, and characters that are not seen or turn others around.
 
     Empty if nothing of it can be seen.
     """

@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 def open_service(
     settings: ServerSettings, wrapped: Callable[[KVStore], KVStore] | None = None, ids: str = ""
 ) -> Service:
-    """Load the models, index the documents, and put everything behind the routes together.
+    """Load the models, index the documents, and build all objects that the routes use.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ def open_service(
     wrapped : callable, optional
         Puts a store of its own around the KV store.
     ids : str
-        Beginning of the ids of answers, by which one of several replicas is found.
+        Prefix of answer ids; it identifies the replica that gave the answer.
 
     Raises
     ------
@@ -171,7 +171,7 @@ class Service:
 
     @property
     def model_name(self) -> str:
-        """Public name of the first model, which answers where a request names none."""
+        """Public name of the first model, which answers requests that name no model."""
         return next(iter(self.models))
 
     def model_of(self, name: str | None = None) -> ServedModel:
@@ -210,7 +210,7 @@ class Service:
         return requested or min(self.rag.options.max_new_tokens or DEFAULT_NEW_TOKENS, most)
 
     def required_tokens(self, requested: int | None, field: str = "max_tokens") -> int | None:
-        """`answer_tokens`; None where nobody named a number, so that they are as many as the window has left."""
+        """`answer_tokens`; None if neither request nor settings give a number: then the window is the limit."""
         most = self.answer_tokens(requested, field)
         named = requested or self.rag.options.max_new_tokens
         return None if named is None and most == DEFAULT_NEW_TOKENS else most
@@ -253,7 +253,7 @@ class Service:
         if self.stopping:
             why = "the server is stopping"
         elif self.queue.still > self.limits.queue_seconds:
-            why = "nobody was let in at the model for a long time"
+            why = "no request got the model for a long time"
         elif not self.watcher.alive:
             why = "the documents are not watched any more"
         if why:
@@ -325,7 +325,7 @@ class Session:
             self.verifications.forget_texts()
 
     async def in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        """Run something short that needs no slot at the model in a thread; one at a time of each tenant.
+        """Run a short function that needs no slot in a thread, one at a time for each tenant.
 
         Threads that run Python take the interpreter from the model.
         """
@@ -333,7 +333,7 @@ class Session:
             return await asyncio.to_thread(work, *arguments)
 
     def check_quota(self, tokens: int) -> None:
-        """Refuse a request before it waits, if so many tokens are not left of the tenant's quota.
+        """Refuse a request before it waits, if the tenant's quota has too few tokens left.
 
         Raises
         ------
@@ -343,12 +343,12 @@ class Session:
         self.service.quota.check(self.tenant.name, tokens)
 
     def charge(self, answers: Sequence[int]) -> None:
-        """Take the tokens of a request from the tenant's quota; those that are not used come back when it ends.
+        """Take the tokens of a request from the tenant's quota; unused tokens are returned when it ends.
 
         Parameters
         ----------
         answers : sequence of int
-            Of each answer, the tokens of its prompt and the most that it may have itself.
+            For each answer, the tokens of its prompt plus the most tokens that it may have.
 
         Raises
         ------
@@ -388,7 +388,7 @@ class Session:
             404 if one is not.
         """
         if not all(any(folder.holds(id) for folder in self.folders) for id in documents):
-            raise Problem(404, "no_document", "documents: one of them is not there any more", field="documents")
+            raise Problem(404, "no_document", "documents: one of them no longer exists", field="documents")
 
     def search(self, query: str, k: int, documents: Sequence[str] | None = None) -> list[SearchHit]:
         """The passages that fit a question best, of all documents or of some."""

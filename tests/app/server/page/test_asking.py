@@ -13,6 +13,7 @@ from tests.app.server.page.driving import (
     CHECK,
     PASSAGE,
     REPORT,
+    SOURCES,
     VERIFICATION,
     answer_with,
     ask,
@@ -74,11 +75,19 @@ def test_question_is_answered_with_sources_that_open_and_is_reused_when_asked_ag
 
 
 def test_answer_streams_into_elements_that_stay(page: Page) -> None:
+    progress = [{"total": 3120, "cache": 0, "processed": tokens, "time_ms": tokens} for tokens in (0, 1024)]
+    read = [line(("sources", SOURCES)), *(line(("progress", counts)) for counts in progress)]
     events = [line(("token", {"text": text})) for text in ("First *one*.\n\n", "Second", " two.\n\n- a", "\n- b")]
-    probe(page, "holdStream", {"path": "/ask", "events": [*events, line(("report", REPORT)), line(("done", {}))]})
+    ended = [line(("report", REPORT)), line(("done", {}))]
+    probe(page, "holdStream", {"path": "/ask", "events": [*read, *events, *ended]})
     turn = send(page, "Which?")
-    expect(turn.locator(".status")).to_have_text("Looking for passages…")
+    status = turn.locator(".status")
+    expect(status).to_have_text("Looking for passages…")
+    for what in ("2 passages", "the prompt: 0 of 3,120 tokens", "the prompt: 1,024 of 3,120 tokens"):
+        probe(page, "letGo", 1)
+        expect(status).to_have_text(f"Reading {what}…")
     probe(page, "letGo", 1)
+    expect(status).to_be_hidden()
     first = turn.locator(".words > p").first
     expect(first).to_have_text("First one.")
     expect(turn).to_have_attribute("data-status", "streaming")
@@ -189,6 +198,7 @@ def test_settings_go_with_the_question_and_outlive_a_reload(page: Page, problems
         {
             "question": "Which?", "history": [], "model": "b/two", "top_k": 3, "max_tokens": most, "recompute_ratio": 0,
             "instructions": "Be short.", "verify": "off", "reasoning": True, "stream": True, "show_prompt": True,
+            "return_progress": True,
         }
     ]  # fmt: skip
     page.locator("#open-settings").click()
@@ -196,7 +206,7 @@ def test_settings_go_with_the_question_and_outlive_a_reload(page: Page, problems
     page.keyboard.press("Escape")
     asked = answer_with(page, *told("Yes."))
     ask(page, "Which?")
-    assert set(asked[0]) == {"question", "history", "model", "verify", "stream", "show_prompt"}
+    assert set(asked[0]) == {"question", "history", "model", "verify", "stream", "show_prompt", "return_progress"}
     assert asked[0]["verify"] == "idle"
     problems.clear()  # the server knows nothing of that model's checks
 

@@ -56,7 +56,7 @@ export const askAgain = (turn) => ask(turn.question, turn.earlier);
 
 async function answer(turn) {
   const { verify, reasoning, server } = state;
-  const how = { stream: true, show_prompt: true };
+  const how = { stream: true, show_prompt: true, return_progress: true };
   if (verify === false) how.verify = "off";
   else if (server.settings.verify === "off") how.verify = "idle";
   if (reasoning !== null) how.reasoning = reasoning;
@@ -85,7 +85,7 @@ async function answer(turn) {
 }
 
 function take(turn, event, data) {
-  if (event === "sources") turn.sources = data;
+  if (["sources", "progress"].includes(event)) turn[event] = data;
   else if (event === "thought") {
     turn.status = "thinking";
     turn.thought += data.text;

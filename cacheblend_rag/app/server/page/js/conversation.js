@@ -64,9 +64,7 @@ function turnView(turn) {
   return { root, update };
 }
 
-function setText(node, text) {
-  if (node.textContent !== text) node.textContent = text;
-}
+const setText = (node, text) => node.textContent === text || (node.textContent = text);
 
 /** Draw a node's children anew where what they depend on has changed. */
 function whenChanged(node, facts, view) {
@@ -85,8 +83,10 @@ function remark({ answer, report, first, body }, shown) {
 }
 
 function showStatus(node, turn, shown) {
+  const { sources, progress } = turn;
+  const reading = progress ? `the prompt: ${progress.processed.toLocaleString("en")} of ${count(progress.total, "token")}` : count(sources.length, "passage");
   const text = {
-    asking: turn.sources.length ? `Reading ${count(turn.sources.length, "passage")}…` : "Looking for passages…",
+    asking: sources.length ? `Reading ${reading}…` : "Looking for passages…",
     thinking: "Thinking…",
     stopped: "Stopped before the end.",
     failed: turn.error ?? "The answer did not end.",
