@@ -461,8 +461,6 @@ def _loading(fields: Mapping[str, Any], others: Sequence[str]) -> dict[str, Any]
     check_mapping("model_kwargs", model_kwargs, "arguments of transformers' from_pretrained")
     for name, value in (model_kwargs or {}).items():
         if name in others:
-            raise ConfigError(
-                "model_kwargs", {name: value}, f"give {name} as an argument of its own, outside model_kwargs"
-            )
+            raise ConfigError("model_kwargs", {name: value}, f"give {name} outside model_kwargs")
     settled = loading_arguments(fields.get("device"), fields.get("dtype"), model_kwargs)
     return dict(zip(("device", "dtype", "model_kwargs"), settled, strict=True))

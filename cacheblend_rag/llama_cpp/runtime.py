@@ -135,9 +135,7 @@ class Runtime:
         """
         self._clear()
         if not self._free:
-            raise GenerationError(
-                f"{self._sequences} prompts and answers are under way at once, and more are not possible"
-            )
+            raise GenerationError(f"{self._sequences} prompts and answers are under way at once, the most possible")
         return self._free.pop()
 
     def drop(self, sequence: int) -> None:

@@ -330,7 +330,7 @@ def _recurrent(config: Any) -> str | None:
         return None
     layers = f"{count} of its {len(kinds)} layers carry" if count else "its layers carry"
     other = "a model all of whose layers attend, such as Qwen3, Llama 3 or Granite 3"
-    return f"{layers} a recurrent state, which cannot be divided by chunk; for blending, use {other}"
+    return f"{layers} a recurrent state, which cannot be divided by chunk; use {other}"
 
 
 def _uneven(config: Any) -> str | None:
@@ -343,7 +343,7 @@ def _uneven(config: Any) -> str | None:
     }
     found = [what for what, holds in differing.items() if holds]
     other = "Gemma 3" if config.model_type.startswith("gemma") else "a model whose layers are alike, such as Qwen3"
-    return f"it has {', '.join(found)}; for blending, use {other}" if found else None
+    return f"it has {', '.join(found)}; use {other}" if found else None
 
 
 def _head_widths(config: Any) -> set[int]:

@@ -235,7 +235,7 @@ def check_start(path: Path) -> None:
     except OSError as error:
         raise ModelLoadError(f"the GGUF file {str(path)!r} cannot be read: {error}") from error
     if not start:
-        raise ModelLoadError(f"the GGUF file {str(path)!r} is empty; download it again")
+        raise ModelLoadError(f"the GGUF file {str(path)!r} is empty; fetch it again")
     if start != b"GGUF":
         raise ModelLoadError(
             f"{str(path)!r} is not a GGUF file; name a GGUF file, a folder written by save_pretrained, or a hub id"
@@ -258,9 +258,8 @@ def _header(path: Path) -> tuple[Any, dict[str, Any]]:
         short = (field for field in reader.fields.values() if len(field.data) <= 1)
         fields = {field.name: field.contents() for field in short}
     except Exception as error:  # a damaged file can be wrong anywhere, and so can what is raised
-        raise ModelLoadError(
-            f"the GGUF file {str(path)!r} is damaged or incomplete: {error}; download it again"
-        ) from error
+        fault = f"is damaged or incomplete: {error}; fetch it again"
+        raise ModelLoadError(f"the GGUF file {str(path)!r} {fault}") from error
     _check_supported(path, str(fields.get(_ARCHITECTURE)), fields)
     return reader, fields
 

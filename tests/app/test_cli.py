@@ -177,10 +177,9 @@ def test_mixed_folder_is_read_and_skipped_files_are_named(
 def test_terminal_is_told_how_far_the_prompt_is_read(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(Screen, "step", lambda screen, text: nullcontext(said.append))
     for beginning in ("0", r"[1-9]\d*"):  # the second time, what is stored is read at once
-        said.clear()
+        said: list[str] = []
+        monkeypatch.setattr(Screen, "step", lambda screen, text, said=said: nullcontext(said.append))
         assert ask(model, docs, tmp_path / "data") == 0
         assert re.fullmatch(rf"Reading the prompt: {beginning} of \d+ tokens…", said[0])
         assert said.count("Answering…") == 1, "once the prompt is read, the line is as before"

@@ -74,9 +74,9 @@ NAMES = {
     "ROOT/empty": "the folder is empty; name a folder",
     "ROOT/notes": "the folder holds no config.json; name a folder",
     "ROOT/gguf": "the folder holds no config.json; name the file in it: 'ROOT/gguf/tiny.gguf'",
-    "ROOT/zero.gguf": "is empty; download it again",
-    "ROOT/head.gguf": "is damaged or incomplete: .*; download it again",
-    "ROOT/half.gguf": "is damaged or incomplete: .*; download it again",
+    "ROOT/zero.gguf": "is empty; fetch it again",
+    "ROOT/head.gguf": "is damaged or incomplete: .*; fetch it again",
+    "ROOT/half.gguf": "is damaged or incomplete: .*; fetch it again",
     "ROOT/text.gguf": "is not a GGUF file; name a GGUF file",
     "llama3.2:3b": "a tag of Ollama's library, and its file is not here: fetch it by `ollama pull llama3.2:3b`",
     "llama3.2": "if it is a name of Ollama's, name the model's id .*GGUF file that `ollama show --modelfile llama3.2`",
@@ -128,7 +128,7 @@ def test_command_line_says_it_in_one_line(folders: Path, capsys: pytest.CaptureF
     assert "the folder is empty" in empty
     assert slip.startswith("smolm2: ")
     assert "did you mean the starter model 'smollm2'?" in slip
-    assert "download it again" in half
+    assert "fetch it again" in half
     said, meaning = seen.out.splitlines()
     assert said == f"{folders / 'whole'}: blended"
     assert "context window holds 2,048 tokens" in meaning

@@ -100,9 +100,5 @@ def _fault_of(body: Any, may_hold_halves: bool) -> Problem | None:
 
 def _half(place: str) -> Problem:
     where = place if _HALF_PAIR.search(place) is None else ""
-    return Problem(
-        400,
-        "not_unicode",
-        f"{where or 'body'}: half of a surrogate pair is not text; leave it out",
-        field=where or None,
-    )
+    message = f"{where or 'body'}: half a surrogate pair is not text; leave it out"
+    return Problem(400, "not_unicode", message, field=where or None)
