@@ -84,7 +84,7 @@ def test_damaged_byte_makes_no_other_text_of_utf8(caplog: pytest.LogCaptureFixtu
                 assert sentence.strip()[:12] in seen
                 assert sentence.strip()[-12:] in seen
                 assert "\ufffd" in seen
-                assert f"{name} is UTF-8 but for" in caplog.text
+                assert f"{name} is UTF-8 with damage" in caplog.text
 
 
 def test_text_that_ends_within_a_character_is_utf8() -> None:

@@ -296,7 +296,7 @@ def test_file_that_would_do_harm_or_is_damaged_is_refused() -> None:
         ("a.json", lambda: b"[" * 100_000, "nested too deeply"),
         ("a.json", lambda: b'{"a": 1,}', "is not JSON"),
         ("a.jsonl", lambda: b'{"a": 1}\n{', "is not JSON"),
-        ("a.py", lambda: bytes(range(256)), "no text"),
+        ("a.py", lambda: bytes(range(256)), "not text"),
     )  # fmt: skip
     for name, data, reason in cases:
         with pytest.raises(DocumentError, match=reason) as caught:
