@@ -257,9 +257,8 @@ def _header(path: Path) -> tuple[Any, dict[str, Any]]:
         reader = ArrayReader(path)
         short = (field for field in reader.fields.values() if len(field.data) <= 1)
         fields = {field.name: field.contents() for field in short}
-    except Exception as error:  # a damaged file can be wrong anywhere, and so can what is raised
-        fault = f"is damaged or incomplete: {error}; fetch it again"
-        raise ModelLoadError(f"the GGUF file {str(path)!r} {fault}") from error
+    except Exception as why:  # a damaged file can be wrong anywhere, and so can what is raised
+        raise ModelLoadError(f"the GGUF file {str(path)!r} is damaged or incomplete: {why}; fetch it again") from why
     _check_supported(path, str(fields.get(_ARCHITECTURE)), fields)
     return reader, fields
 
