@@ -21,7 +21,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from cacheblend_rag.app.data_lock import DataLock
 from cacheblend_rag.app.options import FolderRAGOptions
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.engine.streaming import Progress, on_progress
+from cacheblend_rag.engine.streaming import Progress, on_read
 from cacheblend_rag.engine.write_back import CLOSE_SECONDS, closing_seconds
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
@@ -178,15 +178,15 @@ class FolderRAG:
         """Compute and store the KV of all chunks that are not stored yet."""
         return self.llm.warm(self.index.chunks(), progress=progress)
 
-    def ask(self, question: str, told: Callable[[Progress], object] | None = None) -> Answer:
+    def ask(self, question: str, told: Callable[[Progress], object] = lambda read: None) -> Answer:
         """Answer a question through the chain; ``told`` is called with how far the prompt is read."""
         if not question.strip():
             raise ConfigError("question", question, "ask something")
-        seen, before = _SeenPrompt(), on_progress.set(told)
+        seen, before = _SeenPrompt(), on_read.set(told)
         try:
             result = self._chain().invoke({"query": question}, {"callbacks": [seen]})
         finally:
-            on_progress.reset(before)
+            on_read.reset(before)
         report = self.llm.last_report or BlendReport(())
         text, found = result["result"].strip(), result["source_documents"]
         if isinstance(self.llm, ChatCacheBlend):

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from contextvars import ContextVar
 
 from cacheblend_rag.engine.scheduler import ModelTime
 from cacheblend_rag.errors import GenerationError, GenerationTimeoutError
@@ -48,8 +47,8 @@ class Progress(str):
     """Tokens: ``total``, reused (``cache``) and read so far (``processed``); and ``time_ms`` since the first."""
 
 
-on_progress: ContextVar[Callable[[Progress], object] | None] = ContextVar("on_progress", default=None)
-"""Called with each `Progress` of answers that are generated in this context without a stream."""
+# Called with each `Progress` of answers that are generated in this context without a stream.
+on_read = contextvars.ContextVar[Callable[[Progress], object]]("on_read", default=lambda piece: None)
 
 
 class Cancelled:
@@ -73,14 +72,12 @@ class Cancelled:
                 self.arrived()
 
     @staticmethod
-    def reading(sink: Cancelled | None, total: int, cached: int) -> Callable[[int], None] | None:
-        """Function to call with the number of prompt tokens read so far; None if no one listens.
+    def reading(sink: Cancelled | None, total: int, cached: int) -> Callable[[int], None]:
+        """Function to call with the number of prompt tokens read so far.
 
-        The sink gets each count as a `Progress`; without a sink, `on_progress` does. The reused tokens are the first.
+        The sink gets each count as a `Progress`; without a sink, `on_read` does. The reused tokens are the first.
         """
-        began, put = time.perf_counter(), sink.put if sink else on_progress.get()
-        if put is None:
-            return None
+        began, put = time.perf_counter(), sink.put if sink else on_read.get()
 
         def read(tokens: int) -> None:
             piece, milliseconds = Progress(), round(1000 * (time.perf_counter() - began))

@@ -31,10 +31,11 @@ from tests.thinking import Writer, thinking_tokenizer
 from tests.toy import EMBEDDER_PATH
 
 STRONGER = "qwen2.5-coder-1.5b"
+Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
 
 
 @pytest.fixture
-def docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def docs(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.setenv("CACHEBLEND_RAG_MIN_TOKENS", "0")
     return write_documents(tmp_path / "docs")
 
@@ -44,9 +45,7 @@ def ask(model: Path, docs: Path, data: Path, *more: str) -> int:
     return main(["ask", "Which leaf fell?", *known, "--max-new-tokens", "4", "--device", "cpu", *more])
 
 
-def test_warm_chunks_hit_and_files_are_followed(
-    model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warm_and_changed_files(model: Path, docs: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     # No chunk is computed behind another, so what is erased is exactly what changed.
     monkeypatch.setenv("CACHEBLEND_RAG_CONDITION", "sink")
     data = tmp_path / "data"
@@ -68,7 +67,7 @@ def test_warm_chunks_hit_and_files_are_followed(
     assert "3 there already" in second.err
 
 
-def test_comparison_shows_each_one(model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_shows_each_one(model: Path, docs: Path, tmp_path: Path, capsys: Capture) -> None:
     assert ask(model, docs, tmp_path / "data", "--compare", "--ratio", "0.3") == 0
     output = capsys.readouterr().out
     for method in ("full recompute", "prefix caching", "full reuse", "blended"):
@@ -78,9 +77,7 @@ def test_comparison_shows_each_one(model: Path, docs: Path, tmp_path: Path, caps
     assert 0 < float(line.removeprefix(said).rstrip(".")) < 10
 
 
-def test_answers_are_held_against_full_prefill_in_the_way_that_is_chosen(
-    model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_takes_each_value(model: Path, docs: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     assert ask(model, docs, tmp_path / "data", "--warm") == 0
     held = "The prompt was prefilled in full: verify='held' lets full prefill answer"
     ways: tuple[tuple[str, list[str], str], ...] = (
@@ -100,9 +97,7 @@ def test_answers_are_held_against_full_prefill_in_the_way_that_is_chosen(
         assert "[new]" not in told.out
 
 
-def test_values_that_only_the_model_can_judge_are_named(
-    model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_values_that_the_model_refuses_are_named(model: Path, docs: Path, tmp_path: Path, capsys: Capture) -> None:
     for arguments, message in (
         (["--model", "nowhere/at-all"], "model 'nowhere/at-all' could not be loaded"),
         (["--reasoning"], "--reasoning='on' is not usable: leave it out, or use a model that thinks"),
@@ -152,9 +147,7 @@ def test_wrong_options_are_refused_before_anything_heavy_is_imported(docs: Path,
         assert message in said, arguments
 
 
-def test_mixed_folder_is_read_and_skipped_files_are_named(
-    model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_skipped_files_of_a_folder_are_named(model: Path, docs: Path, tmp_path: Path, capsys: Capture) -> None:
     (docs / "page.html").write_text(f"<h1>Page</h1><p>{tiny.text(40, 7)}", encoding="utf-8")
     (docs / "letter.docx").write_bytes(make_docx(lambda one: one.add_paragraph(tiny.text(40, 8))))
     (docs / "latin.txt").write_bytes(f"Blåbær {tiny.text(40, 9)}".encode("latin-1"))
@@ -174,9 +167,7 @@ def test_mixed_folder_is_read_and_skipped_files_are_named(
         assert name in seen.out
 
 
-def test_terminal_is_told_how_far_the_prompt_is_read(
-    model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_terminal_shows_progress_of_the_prompt(model: Path, docs: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     for beginning in ("0", r"[1-9]\d*"):  # the second time, what is stored is read at once
         said: list[str] = []
         monkeypatch.setattr(Screen, "step", lambda screen, text, said=said: nullcontext(said.append))
@@ -185,9 +176,7 @@ def test_terminal_is_told_how_far_the_prompt_is_read(
         assert said.count("Answering…") == 1, "once the prompt is read, the line is as before"
 
 
-def test_passages_are_marked_and_hints_say_what_comes_of_it(
-    model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_new_passages_are_marked_and_hinted_at(model: Path, docs: Path, tmp_path: Path, capsys: Capture) -> None:
     assert ask(model, docs, tmp_path / "data", "--top-k", "2") == 0
     first = capsys.readouterr()
     assert first.out.count("[new]") == 2
@@ -200,9 +189,7 @@ def test_passages_are_marked_and_hints_say_what_comes_of_it(
     assert "were new" not in second.err
 
 
-def test_server_names_a_stronger_starter_where_it_finds_the_memory(
-    docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_names_a_stronger_starter(docs: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     from cacheblend_rag.app.server import app
 
     monkeypatch.setattr(app, "serve", lambda settings: 0)
@@ -230,9 +217,7 @@ def test_the_package_runs_as_its_command_does(tmp_path: Path) -> None:
     assert "invalid choice: 'answer'" in done.stderr
 
 
-def test_thought_is_shown_above_the_answer(
-    docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_thought_is_shown_above_the_answer(docs: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     tiny.model(num_hidden_layers=2, max_position_embeddings=4096, vocab_size=420).save_pretrained(tmp_path / "model")
     tokenizer = thinking_tokenizer("qwen3")
     tokenizer.save_pretrained(tmp_path / "model")
@@ -243,7 +228,7 @@ def test_thought_is_shown_above_the_answer(
     assert "Thought:  Hm, leaves.\nAnswer:   It\n" in capsys.readouterr().out
 
 
-def test_commands_and_flags_that_went_are_named_with_their_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_removed_commands_and_flags_name_their_remedy(capsys: Capture) -> None:
     for given, remedy in (
         (["adapt"], "calibrate alone finds"),
         (["cache", "list"], "use cache stats"),
@@ -259,7 +244,7 @@ def test_commands_and_flags_that_went_are_named_with_their_remedy(capsys: pytest
 
 
 @pytest.fixture
-def data(model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+def data(model: Path, docs: Path, tmp_path: Path, capsys: Capture) -> Path:
     """A store warmed by the command itself."""
     folder = tmp_path / "data"
     known = ["--docs", str(docs), "--model", str(model), "--embedder", str(EMBEDDER_PATH), "--device", "cpu"]
@@ -275,7 +260,7 @@ def used_at(data: Path) -> list[tuple[str, float]]:
     return found
 
 
-def test_stats_and_clear(data: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stats_and_clear(data: Path, model: Path, capsys: Capture) -> None:
     where = ["--data-dir", str(data)]
     before = used_at(data)
     assert main(["cache", "stats", *where]) == 0
@@ -294,14 +279,14 @@ def test_stats_and_clear(data: Path, model: Path, capsys: pytest.CaptureFixture[
     assert files(data / "kv") == []
 
 
-def test_folder_without_a_store_is_named_and_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_without_a_store_is_named_and_not_made(tmp_path: Path, capsys: Capture) -> None:
     for command in ("stats", "clear"):
         assert main(["cache", command, "--data-dir", str(tmp_path / "typo")]) == 2
         assert "typo" in capsys.readouterr().err
         assert list(tmp_path.iterdir()) == []
 
 
-def test_estimate_needs_no_weights(docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_needs_no_weights(docs: Path, tmp_path: Path, capsys: Capture) -> None:
     """The shape of Mistral-7B, of which there is no more than a config here."""
     config = MistralConfig(
         hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, vocab_size=400
@@ -324,7 +309,7 @@ def test_estimate_needs_no_weights(docs: Path, tmp_path: Path, capsys: pytest.Ca
     assert "codec='int5'" in capsys.readouterr().err
 
 
-def test_profile_is_kept_beside_the_store(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_is_kept_beside_the_store(model: Path, tmp_path: Path, capsys: Capture) -> None:
     arguments = ["profile", "--model", str(model), "--data-dir", str(tmp_path), "--device", "cpu"]
     assert main([*arguments, "--lengths", "16", "32", "48", "--file-size", "2MB"]) == 0
     seen = capsys.readouterr().out
@@ -336,9 +321,7 @@ def test_profile_is_kept_beside_the_store(model: Path, tmp_path: Path, capsys: p
     assert main([*arguments, "--file-size", "much"]) == 2
 
 
-def test_answer_says_how_near_it_is_and_what_it_lacked_is_stored_however_long_that_takes(
-    model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fidelity_and_storing(model: Path, docs: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     from cacheblend_rag.engine import write_back
 
     monkeypatch.setattr(write_back, "CLOSE_SECONDS", 0.0)  # what is not stored before the command closes is dropped

@@ -8,14 +8,7 @@ import pytest
 import torch
 
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.attention import (
-    ROW_ATTENTION,
-    additive,
-    attend_rows,
-    in_blocks,
-    row_attention,
-    row_mask,
-)
+from cacheblend_rag.models.attention import ROW_ATTENTION, additive, attend_rows, in_blocks, row_attention, row_mask
 from cacheblend_rag.prompt import Prompt
 from tests import tiny
 from tests.engine.test_invariants import model_named

@@ -19,12 +19,14 @@ from cacheblend_rag.config import BlendConfig
 from tests.app.server.common import settings_for
 from tests.toy import EMBEDDER_PATH
 
+Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+
 
 def settings_of(*arguments: str) -> ServerSettings:
     return server_settings(given_options(_parser().parse_args(["serve", *arguments])))
 
 
-def test_options_become_settings(docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_become_settings(docs: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv(KEYS_VARIABLE, "ada=0123456789abcdef")
     options = ["--host", "0.0.0.0", "--port", "0", "--upload-limit", "5MB", "--queue", "3", "--ratio", "0.2"]
     settings = settings_of("--docs", str(docs), *options, "--max-new-tokens", "9")
@@ -38,7 +40,7 @@ def test_options_become_settings(docs: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "0123456789abcdef" not in repr(settings)
 
 
-def test_further_models_come_from_flags_the_environment_or_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_further_models_come_from_flags_the_environment_or_a_file(file: Path, monkeypatch: Patch) -> None:
     file.write_text('[server]\nalso_models = ["a=~/one", "two"]', encoding="utf-8")
     assert settings_of("--config", str(file)).models["a"] == str(Path("~/one").expanduser())
     assert list(settings_of("--config", str(file)).models)[1:] == ["a", "two"]
@@ -48,7 +50,7 @@ def test_further_models_come_from_flags_the_environment_or_a_file(file: Path, mo
     assert (given["c"], list(given)[1:]) == ("with,comma", ["c", "five"])
 
 
-def test_serve_names_bad_arguments(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_names_bad_arguments(model: Path, tmp_path: Path, capsys: Capture) -> None:
     cases: tuple[tuple[Any, str], ...] = (
         (["--host", "0.0.0.0"], KEYS_VARIABLE),
         (["--port", "70000"], "--port='70000'"),
@@ -85,14 +87,14 @@ recompute_ratio = 0.25
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def file(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
     path = tmp_path / "serve.toml"
     path.write_text(FILE, encoding="utf-8")
     return path
 
 
-def test_file_gives_options_below_the_environment_and_flags(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_gives_options_below_the_environment_and_flags(file: Path, monkeypatch: Patch) -> None:
     settings = settings_of("--config", str(file))
     assert (settings.rag.docs, settings.rag.top_k) == (str(file.parent / "contracts"), 3)
     assert (settings.port, settings.concurrent) == (9000, 2)
@@ -108,7 +110,7 @@ def test_file_gives_options_below_the_environment_and_flags(file: Path, monkeypa
     assert settings_of("--config", str(file)).rag.config.recompute_ratio == 0.3
 
 
-def test_serve_names_bad_entries_of_an_options_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_names_bad_entries_of_an_options_file(file: Path, capsys: Capture) -> None:
     cases: tuple[tuple[Any, str], ...] = (
         ("[limits]\nque = 3", "[limits] que=3 is not usable: there is no such option; did you mean 'queue' under"),
         ("[server]\nqueue = 3", "[server] queue=3 is not usable: write it under [limits]"),
@@ -144,8 +146,8 @@ def test_serve_names_bad_entries_of_an_options_file(file: Path, capsys: pytest.C
         assert str(file) in told, text
 
 
-def test_serve_names_options_that_only_the_model_can_judge(
-    file: Path, model: Path, docs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_serve_names_what_the_model_refuses(
+    file: Path, model: Path, docs: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("uvicorn.Server.run", lambda *args: pytest.fail("it listens"))
     known = ["--model", str(model), "--embedder", str(EMBEDDER_PATH), "--docs", str(docs), "--device", "cpu"]
@@ -155,9 +157,7 @@ def test_serve_names_options_that_only_the_model_can_judge(
     assert said in capsys.readouterr().err
 
 
-def test_print_config_shows_a_file_that_gives_the_same_options(
-    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_print_config_shows_a_file_that_gives_the_same_options(file: Path, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setenv("CACHEBLEND_RAG_LIMITS_QUEUE", "8")
     assert main(["serve", "--config", str(file), "--port", "9002", "--print-config"]) == 0
     shown = capsys.readouterr().out
@@ -175,7 +175,7 @@ def test_print_config_shows_a_file_that_gives_the_same_options(
     assert settings_of("--config", str(file)) == before
 
 
-def test_secrets_are_not_shown(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_not_shown(file: Path, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setenv(KEYS_VARIABLE, "ada=pineapple-0123456789")
     monkeypatch.setenv("CACHEBLEND_RAG_ENCRYPTION_KEY", "pineapple")
     file.write_text('[engine]\nsalt = "pineapple"', encoding="utf-8")
@@ -198,7 +198,7 @@ def test_the_file_of_the_documents_can_be_used(file: Path) -> None:
     assert (settings.port, settings.limits.queue, settings.limits.upload_bytes) == (9000, 16, 50_000_000)
 
 
-def test_unknown_variables_are_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_variables_are_named(capsys: Capture, monkeypatch: Patch) -> None:
     for name in ("LIMIT_QUEUE", "MAX_CONCURRENT", "SERVICE_PORT_HTTP_9", "ONEDNN", "ENCRYPTION_KEY", "LIMITS_QUEUE"):
         monkeypatch.setenv(f"CACHEBLEND_RAG_{name}", "3")
     assert main(["serve", "--print-config"]) == 0
@@ -222,8 +222,8 @@ def test_every_option_of_the_server_can_stand_in_a_file() -> None:
     assert all(option.default == getattr(defaults, option.name) for option in SECTIONS["limits"])
 
 
-def test_server_says_at_its_start_what_it_left_out(
-    model: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_start_names_what_is_left_out(
+    model: Path, docs: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     settings = settings_for(model, docs, tmp_path / "data")
     for name, content in {"broken.pdf": b"%PDF-1.4", "empty.md": b"", "one.png": b"x"}.items():

