@@ -289,6 +289,7 @@ REMOVED = {
     "session_cache": "leave it out; prompt_cache keeps the last prompts in memory",
     "keep_alive": "leave it out; a GGUF file is mapped, and the system takes its memory back",
     "keep_conversations": "leave it out; the browser keeps conversations",
+    "prompt_seconds": "leave it out; prompt_chars and prompt_tokens bound a prompt",
     "database": "leave it out; replicas serve one folder, which several machines can mount",
 }
 """Options of earlier versions, and what to do instead."""
@@ -345,8 +346,8 @@ class Option:
         Prefix of its name in the environment, after ``CACHEBLEND_RAG_``.
     repeats : bool
         Whether the command line takes it several times.
-    identity : {"", "kv", "answer"}
-        ``"kv"`` if the KV of a blended prompt depends on it, ``"answer"`` if answers or records do otherwise.
+    of_kv : bool
+        Whether the KV of a blended prompt depends on it.
     """
 
     default: Any
@@ -358,7 +359,7 @@ class Option:
     shown: str = ""
     prefix: str = ""
     repeats: bool = False
-    identity: str = ""
+    of_kv: bool = False
 
     @property
     def variable(self) -> str:
@@ -524,7 +525,6 @@ class BlendConfig:
         time. Prompts of chains are read as they were written. Set it to the text that your own prompts have between
         chunks.
         """,
-        identity="answer",
     )
     split_at_separator: bool = _engine_option(
         False,
@@ -534,7 +534,6 @@ class BlendConfig:
         and passes one text. Leave it off where text comes from outside: a question that contains the separator would be
         split too.
         """,
-        identity="answer",
     )
     recompute_ratio: float | str = _engine_option(
         "auto",
@@ -548,7 +547,7 @@ class BlendConfig:
         """,
         flag="ratio",
         metavar="R",
-        identity="kv",
+        of_kv=True,
     )
     selection: Any = _engine_option(  # noqa: RUF009
         "query",
@@ -559,7 +558,7 @@ class BlendConfig:
         the paper does. 'none' is full KV reuse, 'all' is full KV recompute. Change it to reproduce the paper, or where
         scoring by the question takes too long. See docs/reference/selection.md.
         """,
-        identity="kv",
+        of_kv=True,
     )
     selection_options: Mapping[str, Any] = _engine_option(
         {},
@@ -570,7 +569,7 @@ class BlendConfig:
         """,
         shown="none",
         hashed=False,
-        identity="kv",
+        of_kv=True,
     )
     min_tokens: int = _engine_option(
         256,
@@ -581,7 +580,6 @@ class BlendConfig:
         longer. Lower it where prefill is slow, as with a large model on a CPU; raise it where short prompts are fast
         anyway.
         """,
-        identity="answer",
     )
     overflow: str = _engine_option(
         "error",
@@ -591,7 +589,6 @@ class BlendConfig:
         end until it fits. Change it where a shorter context is better than no answer, and retrieval returns the best
         chunks first. See docs/reference/options.md#the-context-window.
         """,
-        identity="answer",
     )
     condition: str = _engine_option(
         "auto",
@@ -605,7 +602,7 @@ class BlendConfig:
         where storing takes too long, or where every prompt has one chunk after one prefix. See
         docs/explanation/engine.md#what-is-stored.
         """,
-        identity="kv",
+        of_kv=True,
     )
     write_back: str = _engine_option(
         "background",
@@ -653,7 +650,6 @@ class BlendConfig:
         How the KV of chunks is written to a folder or a shared store: unchanged, or in eight bits. Choose 'raw' where a
         chunk in its original position must be exact. See docs/reference/kv-record.md.
         """,
-        identity="answer",
     )
     salt: str = _engine_option(
         "",

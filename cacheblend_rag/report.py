@@ -289,6 +289,20 @@ class BlendReport:
         return self.seconds.ttft
 
 
+def usage_of(reports: Sequence[BlendReport], n: int = 1) -> dict[str, Any]:
+    """Tokens as OpenAI counts them, those of each prompt once for its ``n`` answers."""
+    prompt = sum(one.prompt_tokens for one in reports[::n])
+    answer = sum(one.generated_tokens for one in reports)
+    reused = {name: sum(getattr(one, name) for one in reports[::n]) for name in ("cached_tokens", "blended_tokens")}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "total_tokens": prompt + answer,
+        "prompt_tokens_details": reused,
+        "completion_tokens_details": {"reasoning_tokens": sum(one.thought_tokens for one in reports)},
+    }
+
+
 @dataclass(frozen=True)
 class FusedKV:
     """A prompt's KV, ready for decoding.
@@ -453,11 +467,6 @@ class AnswerStats:
     verified: int = 0
     corrected: int = 0
     variants: int = 0
-
-    @property
-    def unmatched_share(self) -> float:
-        """Share of prompts in which no known chunk was found; 0 before the first."""
-        return 1 - self.matched / self.requests if self.requests else 0.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -159,7 +159,7 @@ class FolderRAGOptions:
                 why = error.strerror or str(error)
                 raise ConfigError("data_dir", str(folder), f"{why}; name a folder that can be written") from error
         check_model("model", self.model)
-        _check_model("embedder", self.embedder, "embedder")
+        check_model("embedder", self.embedder, "embedder")
 
     @property
     def data_path(self) -> Path:
@@ -187,19 +187,6 @@ class FolderRAGOptions:
         return torch.cuda.is_available() if self.device == "auto" else self.device.startswith("cuda")
 
 
-def check_model(field: str, given: str | os.PathLike[str]) -> None:
-    """Refuse what is certainly no language model.
-
-    Raises
-    ------
-    ConfigError
-        If it is a path where nothing is, or a starter's name misspelt.
-    ModelLoadError
-        If it is the starter embedder.
-    """
-    _check_model(field, given, "language model")
-
-
 def stronger_model(models: Collection[str | os.PathLike[str]]) -> str | None:
     """One sentence about a starter that answers better than the default; None if the default is not what answers.
 
@@ -217,8 +204,16 @@ def stronger_model(models: Collection[str | os.PathLike[str]]) -> str | None:
     return f"{stronger} answers more questions rightly than {DEFAULT_MODEL}: add --model {stronger} ({size})"
 
 
-def _check_model(field: str, given: str | os.PathLike[str], kind: str) -> None:
-    """Refuse what is certainly no model: a path where nothing is, or a starter's name misspelt."""
+def check_model(field: str, given: str | os.PathLike[str], kind: str = "language model") -> None:
+    """Refuse what is certainly no model of a kind.
+
+    Raises
+    ------
+    ConfigError
+        If it is a path where nothing is, or a starter's name misspelt.
+    ModelLoadError
+        If it is a starter of another kind.
+    """
     from cacheblend_rag.models.model_names import why_no_model
 
     if fault := why_no_model(given, kind):

@@ -250,11 +250,6 @@ class TrialSet:
             self._trials = [(prompt, 1) for prompt in hard]
             self._trials += [(prompt, each + (place < over)) for place, prompt in enumerate(drawn)]
 
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """How many prompts each tried prompt represents."""
-        return tuple(count for _, count in self._trials)
-
     def try_rule(self, rule: SelectionRule, tolerance: float = float("inf"), below: float = float("inf")) -> TriedRule:
         """Fuse every prompt by a rule.
 

@@ -1,13 +1,12 @@
-"""Arguments of other packages that people really give. The server reads these without the engine's imports."""
+"""Arguments of other packages that people really give."""
 
 from __future__ import annotations
 
 from cacheblend_rag.config import REMOVED
 
 _NO_SERVER = 'for a server use init_chat_model(…, model_provider="openai", base_url=…), or OpenAILike in LlamaIndex'
-# Arguments of other packages that people really give: the values that hold here anyway, and what to use in place of any
-# other. The first ones are of answers, and the server says the same of fields of a request.
-OF_ANSWERS: dict[str, tuple[tuple[object, ...], str]] = {
+# The values that hold here anyway, and what to use in place of any other.
+OTHERS: dict[str, tuple[tuple[object, ...], str]] = {
     "n": ((1,), "a prompt has one answer here; ask for more by a batch with other seeds"),
     "num_beams": ((1,), "answers are decoded without beams"),
     "num_ctx": ((), "the context window is the model's own; overflow='drop_chunks' leaves out chunks it does not hold"),
@@ -19,8 +18,6 @@ OF_ANSWERS: dict[str, tuple[tuple[object, ...], str]] = {
     "keep_alive": ((-1,), REMOVED["keep_alive"]),
     "use_cache": ((True,), "leave it out; the KV cache is what answers are made with"),
     "return_full_text": ((False,), "an answer never repeats its prompt"),
-}
-OTHERS = OF_ANSWERS | {
     "parallel_tool_calls": ((True,), "take the first of an answer's calls where one is to be made"),
     "strict": ((False,), "give a schema with the call as response_format, or use with_structured_output"),
     "stream": ((True, False), "use stream or invoke"),

@@ -47,7 +47,7 @@ _MOST, _SHARE = 2**30, 16
 # Key, among the records that a prompt reads, of what it goes on from.
 _KEPT_KEY = "prompt cache"
 # Settings on which the KV of a blended prompt depends, apart from its ids and the model.
-_BLENDED_BY = tuple(option.name for option in options_of(BlendConfig) if option.identity == "kv")
+_BLENDED_BY = tuple(option.name for option in options_of(BlendConfig) if option.of_kv)
 
 Holds = Callable[[Collection[str], Sequence[int]], bool]
 """Whether a prompt of some chunk texts and ids holds something that was forgotten."""

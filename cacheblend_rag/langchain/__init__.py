@@ -11,7 +11,7 @@ require("langchain", "langchain_core")
 from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.langchain.chat import ChatCacheBlend
 from cacheblend_rag.langchain.llm import CacheBlendLLM
-from cacheblend_rag.langchain.retrieval import CacheBlendRetriever, track, warm_vectorstore
+from cacheblend_rag.langchain.retrieval import track, warm_vectorstore
 from cacheblend_rag.langchain.tracking import switch_off, switch_on, tracking, tracking_off
 from cacheblend_rag.prompt.registry import ChunkRegistry
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = [
     "CacheBlendLLM",
     "CacheBlendMiddleware",
-    "CacheBlendRetriever",
     "ChatCacheBlend",
     "ChunkRegistry",
     "HuggingFaceEmbeddings",

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import replace
-from typing import Any, Self, TypeVar
+from typing import Any
 
-from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.callbacks.manager import BaseRunManager
 from langchain_core.documents import Document
 from langchain_core.language_models import LangSmithParams
-from langchain_core.outputs import ChatGenerationChunk, GenerationChunk
 from langchain_core.runnables import ensure_config
 from pydantic import Field
 
@@ -29,24 +26,8 @@ from cacheblend_rag.prompt.matching import match_chunks
 from cacheblend_rag.prompt.registry import chunk_text
 from cacheblend_rag.report import BlendReport
 
-C = TypeVar("C", GenerationChunk, ChatGenerationChunk)
 PROVIDER = "cacheblend"
 """The name of who provides the models, in traces and in the metadata of messages."""
-
-# Settings of a pipeline that change its prompt or its text, with the values that hold here.
-_PIPELINE: dict[str, tuple[object, ...]] = {
-    "add_special_tokens": (None, True),
-    "truncation": (None, False),
-    "handle_long_generation": (None,),
-    "tokenizer_encode_kwargs": (None, {}),
-    "tools": (None, []),
-    "documents": (None, []),
-    "continue_final_message": (None, False),
-    "skip_special_tokens": (None, True),
-    "clean_up_tokenization_spaces": (None, False),
-}
-# Arguments of generation that do not change which tokens an answer has.
-_WITHOUT_EFFECT = ("tokenizer", "assistant_model", "assistant_tokenizer", "synced_gpus", "streamer")
 
 
 class BlendFields(LLMBase):
@@ -72,50 +53,6 @@ class BlendFields(LLMBase):
         """True: a model made by `from_model_id` can be loaded again. Of other models only the fields are saved."""
         return True
 
-    @classmethod
-    def from_pipeline(cls, pipeline: Any, **fields: Any) -> Self:
-        """Take over the model, the tokenizer and the settings of a transformers pipeline.
-
-        Parameters
-        ----------
-        pipeline : transformers TextGenerationPipeline
-            Generation settings it was made with are kept; its built-in defaults (sampling at
-            temperature 0.7) are not. Its ``prefix`` is kept by `CacheBlendLLM`.
-        **fields
-            As for `from_model`.
-
-        Raises
-        ------
-        ConfigError
-            If it is not a pipeline for text generation, or it has a setting that would not hold here.
-        """
-        if getattr(pipeline, "task", None) != "text-generation":
-            raise ConfigError("pipeline", pipeline, 'use transformers.pipeline("text-generation", …)')
-        given = {**getattr(pipeline, "_generate_kwargs", {}), **getattr(pipeline, "_forward_params", {})}
-        before, after = getattr(pipeline, "_preprocess_params", {}), getattr(pipeline, "_postprocess_params", {})
-        for name, value in {**before, **after}.items():
-            if name in _PIPELINE and value not in _PIPELINE[name]:
-                raise ConfigError(name, value, "make the pipeline without it; it would have no effect here")
-        if before.get("prefix"):
-            if "prompt_prefix" not in cls.model_fields:
-                remedy = "make the pipeline without it, and say the same in a system message"
-                raise ConfigError("prefix", before["prefix"], remedy)
-            fields.setdefault("prompt_prefix", before["prefix"])
-        prefix_tokens = given.pop("prefix_length", 0)
-        if processors := given.pop("logits_processor", None):
-            fields.setdefault("logits_processor", list(processors))
-        own = given.pop("generation_config", None)
-        if own is not None or given:
-            settings = copy.deepcopy(own or pipeline.model.generation_config)
-            unused = settings.update(**given)
-            for name, value in unused.items():
-                if name not in _WITHOUT_EFFECT and value is not None:
-                    raise ConfigError(name, value, "make the pipeline without it; it would have no effect here")
-            if settings.max_new_tokens is None and settings.max_length is not None:
-                settings.max_length += prefix_tokens  # as the pipeline counts
-            fields.setdefault("generation_config", settings)
-        return cls.from_model(pipeline.model, pipeline.tokenizer, **fields)
-
     def report_of(self, id: str) -> BlendReport | None:
         """Report of one of the last 64 answers, by the id of its run or the ``answer_id`` in its info.
 
@@ -131,25 +68,48 @@ class BlendFields(LLMBase):
         note_found(text, prompt)
         return replace(prompt, turns=())
 
-    def _streamed(self, call: ModelCall[C], run: CallbackManagerForLLMRun | None) -> Iterator[C]:
+    def _prepared(self, given: Any, stop: list[str] | None, overrides: dict[str, Any]) -> ModelCall[Any]:
+        """The call of the engine for what LangChain hands over: prompts, one prompt, or messages."""
+        raise NotImplementedError
+
+    def _result(self, answers: list[Any]) -> Any:
+        """LangChain's result of whole answers."""
+        raise NotImplementedError
+
+    def _generate(self, given: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any) -> Any:
+        call = self._prepared(given, stop, kwargs)
+        with within_run(run_manager, len(call.prompts)):
+            return self._result(call.whole())
+
+    async def _agenerate(
+        self, given: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
+    ) -> Any:
+        call = await asyncio.to_thread(self._prepared, given, stop, kwargs)
+        with within_run(run_manager, len(call.prompts)):
+            return self._result(await call.awhole())
+
+    def _stream(
+        self, given: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
+    ) -> Iterator[Any]:
         """The pieces of an answer, each of them told to the run if there is one."""
-        with within_run(run):
+        call = self._prepared(given, stop, kwargs)
+        with within_run(run_manager):
             pieces = call.read(call.open())
         for chunk in pieces:
-            if run is not None and chunk.text:
-                run.on_llm_new_token(chunk.text, chunk=chunk)
+            if run_manager is not None and chunk.text:
+                run_manager.on_llm_new_token(chunk.text, chunk=chunk)
             yield chunk
 
-    async def _astreamed(
-        self, made: Callable[[], ModelCall[C]], run: AsyncCallbackManagerForLLMRun | None
-    ) -> AsyncIterator[C]:
-        call = await asyncio.to_thread(made)
-        with within_run(run):
+    async def _astream(
+        self, given: Any, stop: list[str] | None = None, run_manager: Any = None, **kwargs: Any
+    ) -> AsyncIterator[Any]:
+        call = await asyncio.to_thread(self._prepared, given, stop, kwargs)
+        with within_run(run_manager):
             pieces = call.aread(call.open())
         async with aclosing(pieces):
             async for chunk in pieces:
-                if run is not None and chunk.text:
-                    await run.on_llm_new_token(chunk.text, chunk=chunk)
+                if run_manager is not None and chunk.text:
+                    await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                 yield chunk
 
     @property

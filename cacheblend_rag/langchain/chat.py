@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from operator import itemgetter
 from typing import Any, Literal, cast
 
-from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput, ModelProfile
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
 from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
@@ -23,10 +20,11 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, Field
 
 from cacheblend_rag.engine.decode import reasoning_of
+from cacheblend_rag.engine.grammar import can_follow
 from cacheblend_rag.engine.logits import conversation_logprobs
 from cacheblend_rag.engine.model_call import ModelCall, Said
 from cacheblend_rag.errors import CacheBlendError, ConfigError
-from cacheblend_rag.langchain.base import PROVIDER, BlendFields, within_run
+from cacheblend_rag.langchain.base import PROVIDER, BlendFields
 from cacheblend_rag.langchain.messages import (
     CalledDict,
     CalledObject,
@@ -38,22 +36,28 @@ from cacheblend_rag.langchain.messages import (
     thought_fields,
     turns_of,
 )
-from cacheblend_rag.langchain.profile import profile_of
 from cacheblend_rag.langchain.tracking import documents_of_run, note_found
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.chat import check_choice, offers_tools, render_turns
+from cacheblend_rag.prompt.chat import check_choice, offers_tools, render_turns, writes_marked_calls
 from cacheblend_rag.prompt.control import OWN
 from cacheblend_rag.prompt.conversation import Conversation
 from cacheblend_rag.prompt.matching import RetrievedDocument
+from cacheblend_rag.prompt.thoughts import BUDGETS, marks_of
 from cacheblend_rag.report import BlendReport, Generation
 
+# Kinds of input and output, as LangChain's agents and middleware read them.
+_TEXT = ("text_inputs", "text_outputs")
+_NOT_TEXT = (
+    *("image_inputs", "image_url_inputs", "pdf_inputs", "audio_inputs", "video_inputs", "attachment"),
+    *("image_tool_message", "pdf_tool_message", "image_outputs", "audio_outputs", "video_outputs"),
+)
 # Arguments that a call may have beside options of decoding.
 _CALL = ("tools", "tool_choice", "chat_template_kwargs")
 # Errors about a conversation that a chat template does not take.
 _NOT_WRITTEN = (CacheBlendError, TypeError, ValueError, KeyError)
 
 
-class ChatCacheBlend(BlendFields, BaseChatModel):
+class ChatCacheBlend(BlendFields, BaseChatModel):  # type: ignore[misc]  # both call what is answered by another name
     """A local chat model that reuses the KV cache of retrieved chunks.
 
     Its parameters are those of `BlendFields` and two of its own. They are of two kinds:
@@ -86,9 +90,29 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         return "cacheblend-chat"
 
     def _resolve_model_profile(self) -> ModelProfile:
-        engine, early = self.engine, self.engine.config.verify != "always"
-        window, most = engine.context_window, self.max_new_tokens
-        return profile_of(self.model_name, engine.tokenizer, window, most, streams_calls=early)
+        """The limits and abilities by which LangChain's agents and middleware choose; a prompt has what is left."""
+        tokenizer, window, most = self.engine.tokenizer, self.engine.context_window, self.max_new_tokens
+        tools, marks = offers_tools(tokenizer), marks_of(tokenizer)
+        early = self.engine.config.verify != "always"
+        profile: dict[str, Any] = {
+            "name": self.model_name,
+            "open_weights": True,
+            **dict.fromkeys(_TEXT, True),
+            **dict.fromkeys(_NOT_TEXT, False),
+            "reasoning_output": marks.known,
+            "tool_calling": tools,
+            "tool_choice": tools,
+            "tool_call_streaming": tools and writes_marked_calls(tokenizer) and early,
+            "structured_output": can_follow(tokenizer),
+            "temperature": True,
+        }
+        if marks.known:
+            profile["reasoning_effort_levels"] = [level for level in BUDGETS if isinstance(level, str)]
+        if window is not None:
+            profile["max_input_tokens"] = max(1, window - (most or 0))
+            profile["max_output_tokens"] = most or window
+        declared = ModelProfile.__annotations__  # earlier versions of langchain-core lack some
+        return cast(ModelProfile, {name: value for name, value in profile.items() if name in declared})
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
@@ -224,47 +248,8 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         """The segments that this model recognises in a conversation."""
         return self._prepared(messages, None, {"tools": tools}).prompts[0]
 
-    def _generate(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> ChatResult:
-        call = self._prepared(messages, stop, kwargs)
-        with within_run(run_manager):
-            return ChatResult(generations=call.whole())
-
-    async def _agenerate(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> ChatResult:
-        call = await asyncio.to_thread(self._prepared, messages, stop, kwargs)
-        with within_run(run_manager):
-            return ChatResult(generations=await call.awhole())
-
-    def _stream(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> Iterator[ChatGenerationChunk]:
-        call = cast(ModelCall[ChatGenerationChunk], self._prepared(messages, stop, kwargs))
-        return self._streamed(call, run_manager)
-
-    def _astream(
-        self,
-        messages: list[BaseMessage],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> AsyncIterator[ChatGenerationChunk]:
-        made = partial(self._prepared, messages, stop, kwargs)
-        return self._astreamed(cast(Callable[[], ModelCall[ChatGenerationChunk]], made), run_manager)
+    def _result(self, answers: list[ChatGeneration]) -> ChatResult:
+        return ChatResult(generations=answers)
 
     def _prepared(
         self, messages: Sequence[BaseMessage], stop: list[str] | None, overrides: dict[str, Any]

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
 from cacheblend_rag.engine.logits import completion_logprobs
 from cacheblend_rag.engine.model_call import ModelCall, Said
-from cacheblend_rag.langchain.base import BlendFields, within_run
+from cacheblend_rag.langchain.base import BlendFields
 from cacheblend_rag.langchain.messages import thought_fields
 from cacheblend_rag.prompt import Prompt
 
 
-class CacheBlendLLM(BlendFields, BaseLLM):
+class CacheBlendLLM(BlendFields, BaseLLM):  # type: ignore[misc]  # both call what is answered by another name
     """A local model that reuses the KV cache of retrieved chunks.
 
     Its parameters are those of `BlendFields` and one of its own. They are of two kinds:
@@ -54,50 +50,10 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         """The segments that this model recognises in a finished prompt, after its `prompt_prefix`."""
         return super().match_chunks(self.prompt_prefix + text)
 
-    def _generate(
-        self,
-        prompts: list[str],
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> LLMResult:
-        call = self._prepared(prompts, stop, kwargs)
-        with within_run(run_manager, len(prompts)):
-            return self._result(call.whole())
-
-    async def _agenerate(
-        self,
-        prompts: list[str],
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> LLMResult:
-        call = await asyncio.to_thread(self._prepared, prompts, stop, kwargs)
-        with within_run(run_manager, len(prompts)):
-            return self._result(await call.awhole())
-
-    def _stream(
-        self,
-        prompt: str,
-        stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> Iterator[GenerationChunk]:
-        return self._streamed(self._prepared([prompt], stop, kwargs), run_manager)
-
-    def _astream(
-        self,
-        prompt: str,
-        stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,
-    ) -> AsyncIterator[GenerationChunk]:
-        return self._astreamed(partial(self._prepared, [prompt], stop, kwargs), run_manager)
-
     def _prepared(
-        self, prompts: list[str], stop: list[str] | None, overrides: dict[str, Any]
+        self, given: str | list[str], stop: list[str] | None, overrides: dict[str, Any]
     ) -> ModelCall[GenerationChunk]:
-        """The call of the engine for some prompts; in a stream the last piece has no text, and says how it was made."""
+        """The call of the engine for prompts; in a stream the last piece has no text, and says how it was made."""
 
         def respond(said: Said) -> GenerationChunk:
             if (answer := said.answer) is None:
@@ -107,7 +63,8 @@ class CacheBlendLLM(BlendFields, BaseLLM):
                 info["logprobs"] = completion_logprobs(answer.logprobs)
             return GenerationChunk(text="" if said.streamed else answer.text, generation_info=info)
 
-        call = self._model_call([self.match_chunks(text) for text in prompts], respond, stop, overrides)
+        texts = [given] if isinstance(given, str) else given
+        call = self._model_call([self.match_chunks(text) for text in texts], respond, stop, overrides)
         return replace(call, thoughts=False)
 
     def _result(self, answers: list[GenerationChunk]) -> LLMResult:

@@ -11,11 +11,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import wraps
 from typing import Any, TypeVar
 
-from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
-from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
-from pydantic import Field
 
 from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.errors import ConfigError
@@ -25,61 +22,6 @@ from cacheblend_rag.prompt.registry import ChunkRegistry
 from cacheblend_rag.report import WarmReport
 
 S = TypeVar("S", bound=VectorStore)
-
-
-class CacheBlendRetriever(BaseRetriever):
-    """Wraps another retriever and registers its documents with this package's models.
-
-    Models of this package track every retriever by themselves. Use this class if tracking is off, or if you want to
-    see it in the chain. It returns the documents unchanged.
-
-    Parameters
-    ----------
-    retriever : BaseRetriever
-        Finds the documents. Anything that can be invoked with a question will do.
-    k : int, optional
-        Most documents that are returned. It can also be given with a call.
-    known : ChunkRegistry, optional
-        Registry that receives the documents; by default `known_chunks`. If the model has its own, pass that.
-
-    Raises
-    ------
-    ConfigError
-        If a call gives ``k`` below 1. The constructor raises pydantic's ``ValidationError``.
-    """
-
-    retriever: Any
-    k: int | None = None
-    known: ChunkRegistry | None = Field(default=None, exclude=True, repr=False)
-
-    def model_post_init(self, context: Any, /) -> None:
-        """Check ``k``."""
-        super().model_post_init(context)
-        _check(self.k)
-
-    def _get_relevant_documents(
-        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, k: int | None = None, **kwargs: Any
-    ) -> list[Document]:
-        found = self.retriever.invoke(query, {"callbacks": run_manager.get_child()}, **kwargs)
-        return self._handed_on(found, k)
-
-    async def _aget_relevant_documents(
-        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, k: int | None = None, **kwargs: Any
-    ) -> list[Document]:
-        found = await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}, **kwargs)
-        return self._handed_on(found, k)
-
-    def _handed_on(self, found: list[Document], k: int | None) -> list[Document]:
-        _check(k)
-        documents = found[: k or self.k]
-        known = known_chunks if self.known is None else self.known
-        known.add(document.page_content for document in documents)
-        return documents
-
-
-def _check(k: int | None) -> None:
-    if k is not None and k < 1:
-        raise ConfigError("k", k, "use a whole number, 1 or more")
 
 
 def track(vectorstore: S, known: ChunkRegistry | None = None) -> S:

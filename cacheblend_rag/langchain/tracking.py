@@ -66,15 +66,6 @@ class RunDocuments:
         self._below: OrderedDict[UUID, set[str]] = OrderedDict()  # what runs were given, or found in runs within
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        """How many runs and prompts are remembered."""
-        return len(self._roots) + len(self._prompts)
-
-    @property
-    def documents(self) -> int:
-        """Number of documents that are remembered."""
-        return sum(map(len, self._texts.values()))
-
     def begin(self, run: UUID, parent: UUID | None, given: Collection[str] = ()) -> None:
         """Note the start of a run, and the documents in its input."""
         with self._lock:
@@ -228,14 +219,14 @@ class _Tracker(BaseCallbackHandler):
 
     def __init__(self, known: ChunkRegistry, runs: RunDocuments) -> None:
         self.known, self.runs = known, runs
-        self.off = False
+        self.off: bool | None = False
         for name in dir(BaseCallbackHandler):
             if name.startswith("on_"):
                 setattr(self, name, _AtOnce(_await, getattr(self, name)))
 
     @property
     def ignore_chain(self) -> bool:
-        return self.off
+        return self.off is not False
 
     ignore_agent = ignore_retriever = ignore_llm = ignore_chat_model = ignore_chain
 
@@ -338,14 +329,13 @@ def documents_in(value: Any, depth: int = 4) -> list[str]:
 
 
 _tracker = _Tracker(known_chunks, RunDocuments())
+_tracker.off = None  # until the first model is made
 _handler: ContextVar[BaseCallbackHandler | None] = ContextVar("cacheblend_rag_tracker", default=_tracker)
-_lock = threading.Lock()
-_registered = False
+register_configure_hook(_handler, inheritable=True)
 
 
 def switch_on() -> None:
     """Track every run from now on, even after `switch_off`."""
-    _register()
     _tracker.off = False
 
 
@@ -356,16 +346,7 @@ def switch_off() -> None:
 
 def begin_tracking() -> None:
     """Switch tracking on unless the user has switched it off. Constructing a model calls this."""
-    if not _tracker.off:
-        _register()
-
-
-def _register() -> None:
-    global _registered
-    with _lock:
-        if not _registered:
-            register_configure_hook(_handler, inheritable=True)
-            _registered = True
+    _tracker.off = bool(_tracker.off)
 
 
 @contextmanager
@@ -392,9 +373,8 @@ def tracking(known: ChunkRegistry | None = None) -> Iterator[ChunkRegistry]:
     context manager
         Gives the registry.
     """
-    _register()
     tracker = _tracker
-    if known is not None or _tracker.off:
+    if known is not None or _tracker.off is not False:
         tracker = _Tracker(known_chunks if known is None else known, _tracker.runs)
     token = _handler.set(tracker)
     try:

@@ -8,18 +8,9 @@ from llama_index.core.base.llms.types import LogProb
 from llama_index.core.instrumentation.events import BaseEvent
 
 from cacheblend_rag.engine.model_call import Said
-from cacheblend_rag.report import BlendReport, Generation
+from cacheblend_rag.report import Generation
 
 CUT = "the answer was cut before its JSON ended: allow it more max_tokens"
-
-
-def usage_of(report: BlendReport) -> dict[str, Any]:
-    """Tokens of an answer as OpenAI counts them."""
-    reused = {"cached_tokens": report.cached_tokens, "blended_tokens": report.blended_tokens}
-    usage = {"prompt_tokens": report.prompt_tokens, "completion_tokens": report.generated_tokens}
-    details = {"reasoning_tokens": report.thought_tokens}
-    total = sum(usage.values())
-    return {**usage, "total_tokens": total, "prompt_tokens_details": reused, "completion_tokens_details": details}
 
 
 class CacheBlendEvent(BaseEvent):

@@ -148,7 +148,7 @@ def see(
     if not found:
         # Of a template that joins documents by the separator, or no chunks at all.
         parts = [(place.origins[0], place.origins[-1]) for place in places] or None
-        seen = match_chunks(text, (), separator, parts=parts, questions_from=questions_from)
+        seen = match_chunks(text, None, separator, parts=parts, questions_from=questions_from)
         return replace(seen, documents=tuple(places_of_documents(text, (), documents)))
     matches = sorted(found, key=lambda match: match.start)
     forms = {match: form for match, form in found.items() if form is not None}

@@ -43,7 +43,6 @@ from cacheblend_rag.llama_index.answering import (
     delta_of,
     logprobs_of,
     thought_of,
-    usage_of,
 )
 from cacheblend_rag.llama_index.context import CONTEXT_NAMES, Hint, MarkedMessages, MarkedText, see
 from cacheblend_rag.llama_index.messages import ByTemplate, answer_message, calls_of, growing_message, turns_of
@@ -58,7 +57,7 @@ from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import offers_tools
 from cacheblend_rag.prompt.conversation import Conversation
 from cacheblend_rag.prompt.registry import chunk_text
-from cacheblend_rag.report import Generation
+from cacheblend_rag.report import Generation, usage_of
 
 _dispatcher = get_dispatcher(__name__)
 # Arguments that a conversation may have beside options of decoding.
@@ -359,7 +358,7 @@ class CacheBlendLLM(LLMBase, ObjectAnswers):
             note(report)
             own = {name: info[name] for name in CacheBlendEvent.model_fields if name in info}
             _dispatcher.event(CacheBlendEvent(**own, info=info, span_id=span))
-            return {**info, "usage": usage_of(report)}
+            return {**info, "usage": usage_of([report])}
 
         return info
 

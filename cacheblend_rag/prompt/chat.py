@@ -119,7 +119,13 @@ def render_turns(
     except TemplateSyntaxError as error:
         raise ConfigError("chat_template", str(template)[:80], f"give a template of Jinja; here {error}") from error
     except _REFUSALS as error:
-        raise _template_error(turns, error) from error
+        roles = [str(turn["role"]) for turn in turns]
+        shown_roles = ", ".join(roles[:_ROLES_SHOWN]) + (", …" if len(roles) > _ROLES_SHOWN else "")
+        why = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+        raise PromptError(
+            f"messages with the roles {shown_roles} are refused by the model's chat template ({why}): give roles that "
+            "it takes, in its order; most take a system message first, or none, and then user and assistant in turn"
+        ) from error
 
 
 def _with_system(write: Callable[[Sequence[Mapping[str, Any]]], str], turns: Sequence[Mapping[str, Any]]) -> str:
@@ -138,16 +144,6 @@ def _with_system(write: Callable[[Sequence[Mapping[str, Any]]], str], turns: Seq
         return written
     moved = write([asked, *rest[1:]])
     return moved if all(one in moved for one in words) else written
-
-
-def _template_error(turns: Sequence[Mapping[str, Any]], error: Exception) -> PromptError:
-    roles = [str(turn["role"]) for turn in turns]
-    shown = ", ".join(roles[:_ROLES_SHOWN]) + (", …" if len(roles) > _ROLES_SHOWN else "")
-    why = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
-    return PromptError(
-        f"messages with the roles {shown} are refused by the model's chat template ({why}): give roles that it takes, "
-        "in its order; most take a system message first, or none, and then user and assistant in turn"
-    )
 
 
 def call_as_written(tokenizer: Any) -> str:

@@ -157,7 +157,7 @@ def _place(document: RetrievedDocument, written: Sequence[str], held: Sequence[s
 
 def match_chunks(
     text: str,
-    known: ChunkRegistry | Sequence[ChunkRegistry],
+    known: ChunkRegistry | None,
     separator: str = "",
     *,
     documents: Iterable[RetrievedDocument] = (),
@@ -171,9 +171,8 @@ def match_chunks(
     ----------
     text : str
         The finished prompt.
-    known : ChunkRegistry or sequence of ChunkRegistry
-        Known chunks; with several registries, those of the first win over those of the next, and the first notes
-        the forms in which the prompt holds texts.
+    known : ChunkRegistry, optional
+        Known chunks; it notes the forms in which the prompt holds them.
     separator : str
         Text between two of these is a chunk too; empty for no such chunks. See
         `BlendConfig.split_at_separator`.
@@ -194,8 +193,7 @@ def match_chunks(
     Prompt
         A text without any chunk is all suffix.
     """
-    sources = (known,) if isinstance(known, ChunkRegistry) else known
-    forms = sources[0].forms if sources else WrittenForms()
+    forms = WrittenForms() if known is None else known.forms
     squeezed, taken = SqueezedText(text), DisjointMatches()
     documents, changed = tuple(documents), dict[Match, WrittenForm]()
     if documents:
@@ -203,8 +201,8 @@ def match_chunks(
         taken.offer(own.matches(squeezed))
         changed = find_changed(text, taken.matches, documents, forms)
         taken.offer(changed)
-    for source in sources:
-        taken.offer(source.matches(squeezed))
+    if known is not None:
+        taken.offer(known.matches(squeezed))
     alone = not taken.matches
     for start, stop in ([(0, len(text))] if parts is None else parts) if separator else ():
         taken.offer(list(_set_apart(text, start, stop, taken.matches, separator, alone)))

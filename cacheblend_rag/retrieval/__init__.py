@@ -5,8 +5,7 @@ load only where they are used.
 
 ===============  =======================================================================================
 ``documents``    read the files of a folder: text, code, tables, HTML, office formats, books, PDF
-``office``       workbooks, slides, OpenDocument texts and books as rows and HTML
-``wordml``       text of Word documents that their converter leaves out
+``office``       workbooks, slides, OpenDocument texts and books as rows and HTML; text that Word's converter leaves out
 ``splitting``    split documents into chunks
 ``embedder``     a sentence-transformers model as LangChain embeddings, and the parts in which it embeds passages
 ``vectorstore``  a LangChain vector store in memory, searched by faiss

@@ -26,8 +26,7 @@ from typing import Any
 from xml.parsers import expat
 
 from cacheblend_rag.errors import ConfigError, DocumentError, MissingExtraError
-from cacheblend_rag.retrieval.office import MARKUP, chapters, open_document, sheets, slides
-from cacheblend_rag.retrieval.wordml import with_all_text
+from cacheblend_rag.retrieval.office import MARKUP, chapters, open_document, sheets, slides, with_all_text
 
 Reader = Callable[[str, bytes], tuple[str, ...]]
 

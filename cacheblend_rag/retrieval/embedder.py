@@ -15,7 +15,6 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -300,11 +299,6 @@ class SharedEmbeddings(Embeddings):
         """Divide passages as the embedding model wants them."""
         with self._lock:
             return self.inner.parts_of(texts)  # type: ignore[attr-defined, no-any-return]
-
-    @cached_property
-    def fingerprint(self) -> EmbedderFingerprint:
-        """Fingerprint of this model; see `embedder_fingerprint`."""
-        return embedder_fingerprint(self)
 
 
 def _mean(rows: Vectors) -> Vectors:

@@ -10,7 +10,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import faiss
 import numpy as np
@@ -18,7 +18,6 @@ import numpy.typing as npt
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore
-from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 from cacheblend_rag.config import check_whole
 from cacheblend_rag.errors import ConfigError, EmbedderError
@@ -30,14 +29,6 @@ _log = logging.getLogger(__name__)
 _TIE = 1e-5
 Filter = Mapping[str, Any] | Callable[[Document], bool]
 """Which documents may be found: metadata they must have, or a test of the document."""
-
-
-class _Hit(NamedTuple):
-    """The key of a document that was found, and of its nearest vector, [dimension], the L2 distance and the numbers."""
-
-    key: int
-    distance: float
-    vector: Vectors
 
 
 class FaissVectorStore(VectorStore):
@@ -252,67 +243,16 @@ class FaissVectorStore(VectorStore):
     ) -> list[tuple[Document, float]]:
         """Return the documents nearest to a vector with their L2 distances; see `similarity_search`."""
         with self._lock:
-            return [
-                (document, hit.distance)
-                for document, hit in self._search(embedding, k, allowed_keys(self._items, filter))
-            ]
+            found = self._search(embedding, k, allowed_keys(self._items, filter))
+            return [(document, distance) for document, _, distance in found]
 
-    def max_marginal_relevance_search(
-        self,
-        query: str,
-        k: int = 4,
-        fetch_k: int = 20,
-        lambda_mult: float = 0.5,
-        filter: Filter | None = None,
-        **kwargs: Any,
-    ) -> list[Document]:
-        """Return documents near to a question and unlike each other.
+    def _search(
+        self, embedding: Sequence[float], k: int, allowed: Sequence[int] | None
+    ) -> list[tuple[Document, int, float]]:
+        """The nearest documents, each with its key and the distance of its nearest vector.
 
-        Of the ``fetch_k`` nearest, one after the other is taken that has the highest ``lambda_mult`` x cosine with the
-        question - (1 - ``lambda_mult``) x highest cosine with those already taken.
-
-        Parameters
-        ----------
-        k, filter
-            As in `similarity_search`.
-        fetch_k : int
-            How many of the nearest to choose from.
-        lambda_mult : float
-            1 looks at nearness alone, 0 at difference alone.
-
-        Raises
-        ------
-        ConfigError
-            If ``k`` or ``fetch_k`` is no whole number from 1 on, or ``lambda_mult`` is not from 0 to 1.
-        EmbedderError
-            As in `similarity_search`.
+        Of several at one distance, those come first whose text comes first, then whose id.
         """
-        vector = self._embedding.embed_query(query)
-        return self.max_marginal_relevance_search_by_vector(vector, k, fetch_k, lambda_mult, filter)
-
-    def max_marginal_relevance_search_by_vector(
-        self,
-        embedding: list[float],
-        k: int = 4,
-        fetch_k: int = 20,
-        lambda_mult: float = 0.5,
-        filter: Filter | None = None,
-        **kwargs: Any,
-    ) -> list[Document]:
-        """Return documents near to a vector and unlike each other; see `max_marginal_relevance_search`."""
-        check_whole("k", k, 1)
-        check_whole("fetch_k", fetch_k, 1)
-        if not 0 <= lambda_mult <= 1:
-            raise ConfigError("lambda_mult", lambda_mult, "use a number from 0 to 1")
-        with self._lock:
-            hits = self._search(embedding, fetch_k, allowed_keys(self._items, filter))
-        if not hits:
-            return []
-        query, rows = as_matrix([embedding], 1)[0], np.stack([hit.vector for _, hit in hits])
-        return [hits[row][0] for row in maximal_marginal_relevance(query, rows.tolist(), lambda_mult, k)]
-
-    def _search(self, embedding: Sequence[float], k: int, allowed: Sequence[int] | None) -> list[tuple[Document, _Hit]]:
-        """The nearest documents. Of several at one distance, those whose text comes first, then whose id."""
         check_whole("k", k, 1)
         query = as_matrix([embedding], 1)  # [1, dimension]
         with self._lock:
@@ -323,13 +263,13 @@ class FaissVectorStore(VectorStore):
             vectors: Vectors = self._faiss.reconstruct_batch(rows)
             exact = np.linalg.norm(vectors.astype(np.float64) - query, axis=1)
             order = np.argsort(exact, kind="stable")
-            nearest: dict[int, _Hit] = {}
+            nearest: dict[int, float] = {}
             keys = self._owners(rows[order]).tolist()
-            for key, far, row in zip(keys, exact[order].tolist(), vectors[order], strict=True):
-                nearest.setdefault(key, _Hit(key, far, row))
-            found = [(self._items[hit.key], hit) for hit in nearest.values()]
-            found.sort(key=lambda one: (one[1].distance, one[0].page_content, one[0].id))
-            return [(document.model_copy(deep=True), hit) for document, hit in found[:k]]
+            for key, far in zip(keys, exact[order].tolist(), strict=True):
+                nearest.setdefault(key, far)
+            found = [(self._items[key], key, far) for key, far in nearest.items()]
+            found.sort(key=lambda one: (one[2], one[0].page_content, one[0].id))
+            return [(document.model_copy(deep=True), key, far) for document, key, far in found[:k]]
 
     def _nearest(self, query: Vectors, k: int, allowed: Sequence[int] | None) -> npt.NDArray[np.int64]:
         """Numbers of the vectors that are as near as the nearest one of the ``k``-th document, or may be."""
@@ -444,6 +384,6 @@ class FaissVectorStore(VectorStore):
 
 def allowed_keys(items: Mapping[int, Document], filter: Filter | None) -> list[int] | None:
     """Keys of the documents that may be found; None for all."""
-    if callable(filter):  # on a copy: a test that changes its document must not change the store
-        return [key for key, one in items.items() if filter(one.model_copy(deep=True))]
+    if callable(filter):
+        return [key for key, one in items.items() if filter(one)]
     return None if filter is None else [key for key, one in items.items() if filter.items() <= one.metadata.items()]

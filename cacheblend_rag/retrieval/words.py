@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -58,20 +58,18 @@ class FolderStore(FaissVectorStore):
         return [(document, far) for document, far, _ in fused(found, k)]
 
     def candidates(
-        self, query: str, vector: Sequence[float], k: int, filter: Filter | None = None, sources: Set[str] | None = None
+        self, query: str, vector: Sequence[float], k: int, filter: Filter | None = None
     ) -> list[Found[Document]]:
-        """All documents that either search finds, the nearest first; with sources, of these files alone."""
+        """All documents that either search finds, the nearest first."""
         check_whole("k", k, 1)
         count = max(k, _CANDIDATES)
         with self._lock:
             allowed, scores = allowed_keys(self._items, filter), self._scores(query)
-            if sources is not None:
-                allowed = [key for key, one in self._items.items() if one.metadata["source"] in sources]
             sharing = [key for key in (scores if allowed is None else allowed) if scores[key] > 0]
             least = sorted((scores[key] for key in sharing), reverse=True)[:count][-1:]
             named = [key for key in sharing if scores[key] >= least[0]]
             hits = self._search(vector, count, allowed) + self._search(vector, len(named) or 1, named)
-        found = {hit.key: (document, hit.distance, scores[hit.key]) for document, hit in hits}
+        found = {key: (document, far, scores[key]) for document, key, far in hits}
         return sorted(found.values(), key=lambda one: (one[1], one[0].page_content, one[0].id))
 
     def _scores(self, query: str) -> dict[int, float]:

@@ -141,7 +141,7 @@ def test_rules_are_tried_on_the_hardest_prompts_and_on_some_that_stand_for_the_r
             return ReferenceAnswer(methods, methods.full_recompute(), options)
 
         trials = TrialSet(engine, prompts(0, 4), answer, 2)
-        assert trials.counts == (1, 3)
+        assert [count for _, count in trials._trials] == [1, 3]
         reused = trials.try_rule(SelectNone())
         assert len(reused.divergences) == 4
         assert reused.divergence.mean > 0

@@ -52,17 +52,9 @@ class Screen:
         """A line of the result: texts, or texts with a style."""
         self._out.print(Text.assemble(*parts))
 
-    def note(self, text: str) -> None:
-        """A line about what is done."""
-        self._err.print(Text(text, "dim"))
-
-    def warn(self, text: str) -> None:
-        """A line about what should not be so."""
-        self._err.print(Text(text, "yellow"))
-
-    def hint(self, text: str) -> None:
-        """A line about what may be worth knowing."""
-        self._err.print(Text(text, "cyan"))
+    def note(self, text: str, style: str = "dim") -> None:
+        """A line about what is done, or in another style about what is worth knowing."""
+        self._err.print(Text(text, style))
 
     @contextmanager
     def step(self, text: str) -> Iterator[Callable[[str], object]]:

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.app.cli.arguments import Screen, add_arguments, add_rag_arguments, rag_options
@@ -71,7 +72,7 @@ def _ask(parsed: argparse.Namespace) -> int:
         if parsed.warm:
             _warm_all(screen, rag)
         for hint in _hints(rag, answer):
-            screen.hint(hint)
+            screen.note(hint, "cyan")
     return 0
 
 
@@ -94,10 +95,10 @@ def _index(screen: Screen, rag: FolderRAG) -> None:
     """Bring the index up to date, and say what is in it and what is not."""
     index = rag.update(progress=None)
     if index.rebuilt:
-        screen.warn(f"The index was rebuilt: {index.rebuilt}.")
+        screen.note(f"The index was rebuilt: {index.rebuilt}.", "yellow")
     screen.note(f"{index.chunks} chunks of {index.files} files indexed ({index.embedded} embedded now)")
     for line in index.left_out():
-        screen.warn(line)
+        screen.note(line, "yellow")
 
 
 def _progress(total: int, processed: int, **other: int) -> str:
@@ -118,12 +119,14 @@ def _store(screen: Screen, rag: FolderRAG, answer: Answer) -> None:
             rag.engine.flush()
 
 
-def prepare(options: FolderRAGOptions) -> None:
+def prepare(parsed: argparse.Namespace) -> int:
     """Bring index and KV store up to date, and say what that takes."""
+    options = rag_options(parsed)
     options.check_paths()
     with opened(options) as (screen, rag):
         _index(screen, rag)
         _warm_all(screen, rag)
+    return 0
 
 
 def _warm_all(screen: Screen, rag: FolderRAG) -> None:
@@ -139,7 +142,8 @@ def _warm_all(screen: Screen, rag: FolderRAG) -> None:
         return
     screen.note(f"{warmed.computed} computed in {warmed.seconds:.1f} s, {warmed.present} there already")
     if warmed.skipped:
-        screen.warn(f"{warmed.skipped} chunks were left out because the KV store is full; raise --size-limit")
+        text = f"{warmed.skipped} chunks were left out because the KV store is full; raise --size-limit"
+        screen.note(text, "yellow")
 
 
 def _show_answer(screen: Screen, question: str, answer: Answer, read: bool = True) -> None:
@@ -163,9 +167,8 @@ def _show_answer(screen: Screen, question: str, answer: Answer, read: bool = Tru
         name = str(source.metadata.get("source", "?"))
         screen.show(f"  {number}. ", (name + page, "bold"), f": {title[:70]}", (found, "dim"))
     if missing := sum(one.outcome == "not found" for one in report.documents):
-        screen.warn(
-            f"{missing} of {len(report.documents)} passages were not found in the prompt as they were retrieved."
-        )
+        text = f"{missing} of {len(report.documents)} passages were not found in the prompt as they were retrieved."
+        screen.note(text, "yellow")
     resumed = f" behind {report.resumed_tokens} kept tokens" if report.resumed_tokens else ""
     how = f"plain prefill{resumed}" if unread else f"{report.hits} hits, {report.misses} misses"
     screen.show("")
@@ -221,16 +224,11 @@ def _compare(screen: Screen, rag: FolderRAG, answer: Answer) -> None:
         speed = f"{result.ttft * 1e3:>7.1f} ms{full / result.ttft:>8.2f}×"
         near = result.nearness
         how = "–" if result is results[0] else f"{near.words} (KL {near.kl:.3f})"
-        line = f"  {result.name:<16}{speed}{f'{result.computed:.0%}':>7}  {how:<52}{_on_one_line(result.text)}"
+        said = shorten(result.text, _LINE, placeholder="…")
+        line = f"  {result.name:<16}{speed}{f'{result.computed:.0%}':>7}  {how:<52}{said}"
         screen.show((line, "green" if result is results[-1] else ""))
     screen.show(
         "\nKL: mean divergence from full recompute, in nats a token of its answer; 0 if each token is as likely."
     )
     if (order_kl := results[-1].nearness.order_kl) is not None:
         screen.show(f"Another order of the same passages moves full recompute's own answer by KL {order_kl:.3f}.")
-
-
-def _on_one_line(text: str) -> str:
-    """A text to stand in a table."""
-    line = " ".join(text.split())
-    return line if len(line) <= _LINE else line[: _LINE - 1] + "…"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.app.cli.arguments import add_arguments, add_rag_arguments, data_folder, rag_options
+from cacheblend_rag.app.cli.arguments import add_arguments, add_rag_arguments, data_folder
 from cacheblend_rag.app.cli.ask import prepare
 
 if TYPE_CHECKING:
-    from cacheblend_rag.store import DiskEntry, DiskStore, RecordInfo
+    from cacheblend_rag.store import DiskStore
 
 
 def add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -26,7 +26,7 @@ def add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         parser.set_defaults(run=run)
     warm = kinds.add_parser("warm", help="compute and store the KV of all chunks of a folder")
     add_rag_arguments(warm)
-    warm.set_defaults(run=_warm)
+    warm.set_defaults(run=prepare)
     estimate = kinds.add_parser("estimate", help="bytes the KV of a folder takes, before anything is computed")
     add_arguments(estimate, "model", "dtype", docs=".txt, .md and .pdf files; without, only bytes a token")
     estimate.add_argument("--codec", help='"raw" or "int8" (default: both)')
@@ -51,6 +51,7 @@ def _store(parsed: argparse.Namespace) -> Iterator[DiskStore]:
 
 
 def _stats(parsed: argparse.Namespace) -> int:
+    from cacheblend_rag.errors import RecordError
     from cacheblend_rag.models.identity import known_names
 
     with _store(parsed) as store:
@@ -58,10 +59,13 @@ def _stats(parsed: argparse.Namespace) -> int:
         print(f"{seen.records} records, {_megabytes(seen.bytes)}; {_megabytes(seen.volume)} taken with the index")
         print(f"{seen.hits} hits, {seen.misses} misses, {seen.evictions} evictions")
         counts, sizes = Counter[str](), Counter[str]()
-        for entry, info in _infos(store):
-            name = "cannot be read"
-            if info is not None:
-                name = known_names().get(info.fingerprint) or f"model {info.fingerprint[:12]}"
+        for entry in store.entries():
+            try:
+                with closing(store.read(entry)) as record:
+                    model = record.info.fingerprint
+                name = known_names().get(model) or f"model {model[:12]}"
+            except RecordError:
+                name = "cannot be read"
             counts[name] += 1
             sizes[name] += entry.bytes
         for name, count in counts.most_common():
@@ -72,11 +76,6 @@ def _stats(parsed: argparse.Namespace) -> int:
 def _clear(parsed: argparse.Namespace) -> int:
     with _store(parsed) as store:
         print(f"{store.clear()} records erased")
-    return 0
-
-
-def _warm(parsed: argparse.Namespace) -> int:
-    prepare(rag_options(parsed))
     return 0
 
 
@@ -109,20 +108,6 @@ def _estimate(parsed: argparse.Namespace) -> int:
         for name, form in forms.items():
             print(f"{name:<5} {_megabytes(sum(record_bytes(info(ids), form) for ids in chunks))}")
     return 0
-
-
-def _infos(store: DiskStore) -> Iterator[tuple[DiskEntry, RecordInfo | None]]:
-    """The info of each record; None if it cannot be read."""
-    from cacheblend_rag.errors import RecordError
-
-    for entry in store.entries():
-        try:
-            record = store.read(entry)
-        except RecordError:
-            yield entry, None
-            continue
-        record.close()
-        yield entry, record.info
 
 
 def _megabytes(size: int) -> str:

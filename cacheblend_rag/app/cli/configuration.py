@@ -198,7 +198,11 @@ def given_sections(sections: Mapping[str, Any], source: str) -> dict[str, GivenV
                 names = [option.name for option in SECTIONS[section]]
                 raise ConfigError(origin, _show(key, value), _remedy(key, section, names))
             option = next(one for one in SECTIONS[section] if one.name == key)
-            found[key] = GivenValue(_check_type(option, value, origin), origin)
+            # Text is not read as a number.
+            types, words = _TYPES[option.kind.toml]
+            if not isinstance(value, types) or (isinstance(value, bool) and option.kind.toml in (int, float)):
+                raise ConfigError(origin, _show(key, value), f"use {words}")
+            found[key] = GivenValue(value, origin)
     return found
 
 
@@ -216,17 +220,6 @@ def _remedy(name: str, section: str, known: Mapping[str, Any] | list[str]) -> st
         where = _SECTION_OF.get(nearest[0], section)
         return f"there is no such option; did you mean {nearest[0]!r}" + (f" under [{where}]?" if where else "?")
     return "there is no such option; use one of " + ", ".join(known)
-
-
-def _check_type(option: Option, value: Any, origin: str) -> Any:
-    """A value of the file, which must be of the option's own type: text is not read as a number.
-
-    An option that takes several types is checked later, by the class that it belongs to.
-    """
-    types, words = _TYPES[option.kind.toml]
-    if not isinstance(value, types) or (isinstance(value, bool) and option.kind.toml in (int, float)):
-        raise ConfigError(origin, _show(option.name, value), f"use {words}")
-    return value
 
 
 def _toml(value: Any) -> str:

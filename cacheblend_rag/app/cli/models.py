@@ -51,6 +51,7 @@ def _get(parsed: argparse.Namespace) -> int:
 
 
 def _check(parsed: argparse.Namespace) -> int:
+    from cacheblend_rag.config import LEAST_RATIO, BlendConfig
     from cacheblend_rag.errors import CacheBlendError
     from cacheblend_rag.models.loading import Treatment, expected_treatment
     from cacheblend_rag.models.model_names import why_no_model
@@ -73,22 +74,16 @@ def _check(parsed: argparse.Namespace) -> int:
             continue
         print(f"{name}: {found}")
         if found.how == "blended":
-            print(f"    {_about_blending(found.window)}")
+            room = "" if found.window is None else f"; its context window holds {found.window:,} tokens"
+            print(
+                "    stored KV of chunks is reused wherever they stand; unless options, a profile or a calibration say "
+                f"otherwise, {LEAST_RATIO:.0%} of their tokens are recomputed, by the rule "
+                f"{BlendConfig.default('selection')!r}{room}"
+            )
         if starter is None and (fault := why_no_model(name)):  # a config without weights, which says enough for this
             print(f"{name}: {fault}", file=sys.stderr)
         refused += found.how == "refused"
     return 2 if unread else int(refused > 0)
-
-
-def _about_blending(window: int | None) -> str:
-    from cacheblend_rag.config import LEAST_RATIO, BlendConfig
-
-    rule = BlendConfig.default("selection")
-    room = "" if window is None else f"; its context window holds {window:,} tokens"
-    return (
-        "stored KV of chunks is reused wherever they stand; unless options, a profile or a calibration say otherwise, "
-        f"{LEAST_RATIO:.0%} of their tokens are recomputed, by the rule {rule!r}{room}"
-    )
 
 
 def _delete(parsed: argparse.Namespace) -> int:

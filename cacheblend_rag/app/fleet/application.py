@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import pickle
 import re
 import secrets
 import signal
@@ -93,8 +91,7 @@ def _build_given(
         max_ongoing_requests=_ONGOING * 10,
         ray_actor_options={"num_cpus": 0},
     )
-    version = hashlib.sha256(pickle.dumps(sorted((name, one.value) for name, one in given.items()))).hexdigest()
-    bound = replicas.bind(dict(given), version)
+    bound = replicas.bind(dict(given))
     app: serve.Application = ingress.bind(bound, settings.limits, settings.rag.config.separator, settings.rag.top_k)
     return app
 

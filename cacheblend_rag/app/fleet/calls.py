@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message
 
@@ -32,13 +32,6 @@ class Call:
     headers: tuple[tuple[bytes, bytes], ...] = ()
     body: bytes = b""
     client: tuple[str, int] | None = None
-
-    def with_json(self, path: str, body: bytes) -> Call:
-        """Another request of the same client, with a body of JSON."""
-        described = (b"content-type", b"content-length", b"transfer-encoding", b"content-encoding")
-        kept = tuple(one for one in self.headers if one[0].lower() not in described)
-        headers = (*kept, (b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()))
-        return replace(self, method="POST", path=path, query=b"", headers=headers, body=body)
 
 
 @dataclass(frozen=True)

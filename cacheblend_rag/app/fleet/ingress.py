@@ -99,7 +99,9 @@ class Ingress:
         question = str(first.get("question", "") if isinstance(first, dict) else "")
         query = {"question": question, "top_k": body.get("top_k") or self._passages}
         query |= {"documents": body["documents"]} if body.get("documents") else {}
-        search = call.with_json("/api/search", json.dumps(query).encode())
+        kept = [one for one in call.headers if not one[0].lower().startswith((b"content-", b"transfer-"))]
+        headers = (*kept, (b"content-type", b"application/json"))
+        search = Call("POST", "/api/search", b"", headers, json.dumps(query).encode(), call.client)
         answer = self._sent(search, {})
         try:
             head, *parts = [part async for part in answer]

@@ -27,7 +27,6 @@ class ChunkRouter(RequestRouter):
     def initialize_state(self, **kwargs: Any) -> None:
         """Take the fields of `RoutingRule`."""
         self._rule = RoutingRule(**kwargs)
-        self._read: dict[str, tuple[object, HeldChunks]] = {}
         self._sent = OrderedDict[tuple[str, int], float]()  # when a chunk was last sent to a replica
 
     async def choose_replicas(
@@ -43,7 +42,10 @@ class ChunkRouter(RequestRouter):
         chunks = _chunks_of(pending_request) or {random.getrandbits(64): 0}
         by_name = {_name(one): one for one in candidate_replicas}
         ongoing = {name: self.replica_queue_len_cache.get(one.replica_id) or 0 for name, one in by_name.items()}
-        held = {name: self._held(name, one.routing_stats.get("held"), chunks) for name, one in by_name.items()}
+        held = {
+            name: self._held(name, HeldChunks(**one.routing_stats.get("held", {})), chunks)
+            for name, one in by_name.items()
+        }
         return [[by_name[name]] for name in rank_replicas(chunks, held, ongoing, self._rule)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
@@ -56,12 +58,8 @@ class ChunkRouter(RequestRouter):
         while self._sent and next(iter(self._sent.values())) < now - _REMEMBERED:
             self._sent.popitem(last=False)
 
-    def _held(self, name: str, summary: object, chunks: Iterable[int]) -> HeldChunks:
-        """Which of a request's chunks a replica holds."""
-        before, held = self._read.get(name, (None, HeldChunks()))
-        if summary != before:  # read once for all requests until the next comes
-            held = HeldChunks.read(summary)
-            self._read[name] = summary, held
+    def _held(self, name: str, held: HeldChunks, chunks: Iterable[int]) -> HeldChunks:
+        """Which of a request's chunks a replica holds, or soon will."""
         since, keys = time.monotonic() - _REMEMBERED, {digest >> 32 for digest in chunks}
         sent = {key for key in keys if self._sent.get((name, key), 0.0) > since}
         memory = keys & held.memory

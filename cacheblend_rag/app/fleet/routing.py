@@ -11,9 +11,7 @@ mostly does, before any replica has said that it holds them. If a replica comes 
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -23,21 +21,12 @@ from xxhash import xxh3_64_intdigest
 from cacheblend_rag.config import check_above_zero, check_share
 
 MOST_CHUNKS = 10_000
-"""Most chunks in a summary, which then has 53,336 characters."""
+"""Most chunks that the router is told of."""
 
 
-def chunk_digest(text: str, salt: str = "") -> int:
-    """Digest of a chunk, of 8 bytes.
-
-    Parameters
-    ----------
-    text : str
-        The chunk's text exactly as it is retrieved and given to the engine.
-    salt : str
-        That of the tenant, because tenants with different salts share no record.
-    """
-    data = f"{len(salt)}:{salt}{text}".encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+def chunk_digest(text: str) -> int:
+    """Digest of a chunk, of 8 bytes."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True)
@@ -62,31 +51,6 @@ class HeldChunks:
         upper = frozenset(islice((digest >> 32 for digest in memory), MOST_CHUNKS))
         lower = (key for key in (digest >> 32 for digest in disk) if key not in upper)
         return cls(upper, frozenset(islice(lower, MOST_CHUNKS - len(upper))))
-
-    @classmethod
-    def read(cls, summary: object) -> HeldChunks:
-        """Read a `summary`; a missing, damaged or overlong summary counts as empty."""
-        if not isinstance(summary, Mapping):
-            return cls()
-        try:
-            return cls(_unpacked(summary["memory"]), _unpacked(summary["disk"]))
-        except (KeyError, TypeError, ValueError):
-            return cls()
-
-    def summary(self) -> dict[str, str]:
-        """A form that is fit for JSON: about 5.4 characters a chunk."""
-        return {"memory": _packed(self.memory), "disk": _packed(self.disk)}
-
-
-def _packed(digests: frozenset[int]) -> str:
-    return base64.b64encode(struct.pack(f"<{len(digests)}I", *sorted(digests))).decode("ascii")
-
-
-def _unpacked(text: str) -> frozenset[int]:
-    data = base64.b64decode(text, validate=True)
-    if len(data) % 4 or len(data) > 4 * MOST_CHUNKS:
-        raise ValueError("the summary was cut off, or is too long")
-    return frozenset(struct.unpack(f"<{len(data) // 4}I", data))
 
 
 @dataclass(frozen=True)
@@ -134,20 +98,10 @@ def rank_replicas(
 
     def place(replica: str) -> tuple[float, int, int]:
         load = (ongoing[replica] - least) / rule.imbalance_limit
-        share = _worth(keys, held.get(replica), rule.disk_worth) / tokens
-        return load - share, ongoing[replica], -xxh3_64_intdigest(replica.encode(), anchor)
+        here = held.get(replica, HeldChunks())
+        # Tokens that it need not compute.
+        saved: float = sum(many for key, many in keys if key in here.memory)
+        saved += rule.disk_worth * sum(many for key, many in keys if key in here.disk and key not in here.memory)
+        return load - saved / tokens, ongoing[replica], -xxh3_64_intdigest(replica.encode(), anchor)
 
     return sorted(ongoing, key=place)
-
-
-def _worth(keys: Iterable[tuple[int, int]], held: HeldChunks | None, disk_worth: float) -> float:
-    """Tokens that a replica need not compute."""
-    if held is None:
-        return 0.0
-    worth = 0.0
-    for key, tokens in keys:
-        if key in held.memory:
-            worth += tokens
-        elif key in held.disk:
-            worth += disk_worth * tokens
-    return worth

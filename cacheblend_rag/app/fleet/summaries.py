@@ -61,15 +61,17 @@ class SummarizedStore(WrappedStore):
         except StoreError as error:
             _log.warning("the router is not told of all chunks: %s", error)
 
-    def summary(self) -> dict[str, str]:
-        """See `HeldChunks.summary`."""
+    def summary(self) -> dict[str, frozenset[int]]:
+        """The fields of `HeldChunks`; other processes of Ray know no class of ours."""
         with self._lock:
             held = list(reversed(self._pieces.items()))
         memory = {key for key, _ in held if self._memory is not None and self._memory.contains(key)}
-        return HeldChunks.from_digests(
-            (digest for key, pieces in held if key in memory for digest in pieces),
-            (digest for key, pieces in held if key not in memory for digest in pieces),
-        ).summary()
+        return vars(
+            HeldChunks.from_digests(
+                (digest for key, pieces in held if key in memory for digest in pieces),
+                (digest for key, pieces in held if key not in memory for digest in pieces),
+            )
+        )
 
     def _note(self, records: Iterable[tuple[str, RecordInfo]], *, used: bool = True) -> None:
         for key, info in records:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import json
 import logging
 import mimetypes
 import os
@@ -13,14 +12,13 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from html import escape
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse, HTMLResponse, JSONResponse
+from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -40,12 +38,6 @@ _log = logging.getLogger(__name__)
 _REPEATED = (
     "cacheblend-rag: the KV of text that several messages of a tenant hold is kept in the data folder, for that tenant "
     "alone; --find-repeated off keeps none"
-)
-_STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}"
-    "summary{cursor:pointer;padding:.3rem 0}code,pre{font-family:ui-monospace,monospace;font-size:.9em}"
-    "pre{overflow:auto;padding:.8rem;border:1px solid #8886;border-radius:.4rem}"
-    "b{display:inline-block;min-width:4.5rem;text-transform:uppercase}"
 )
 _PAGE_PATH = Path(__file__).parent / "page"
 """Folder of the page's files."""
@@ -202,35 +194,6 @@ def _same_network(one: str, other: str) -> bool:
     return ipaddress.ip_address(other.partition("%")[0]) in own
 
 
-def _docs_page(document: dict[str, Any]) -> str:
-    """HTML of an OpenAPI document."""
-    title = escape(f"{document['info']['title']} {document['info']['version']}")
-    rows = "\n".join(
-        _details(
-            f"<b>{escape(method)}</b> <code>{escape(path)}</code> "
-            + escape(operation.get("description", operation.get("summary", ""))),
-            {name: operation[name] for name in ("parameters", "requestBody", "responses") if name in operation},
-        )
-        for path, methods in document["paths"].items()
-        for method, operation in methods.items()
-    )
-    schemas = "\n".join(
-        _details(f'<code id="{escape(name)}">{escape(name)}</code>', schema)
-        for name, schema in document.get("components", {}).get("schemas", {}).items()
-    )
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>'
-        f'<h1>{title}</h1><p>The same for programs: <a href="/openapi.json">openapi.json</a>.</p>'
-        f"<h2>Requests</h2>{rows}<h2>Bodies</h2>{schemas}</body></html>"
-    )
-
-
-def _details(head: str, content: Any) -> str:
-    text = escape(json.dumps(content, indent=1, ensure_ascii=False))
-    return f"<details><summary>{head}</summary><pre>{text}</pre></details>"
-
-
 def create_app(settings: ServerSettings, service: Service | None = None) -> FastAPI:
     """The application.
 
@@ -294,11 +257,6 @@ def _add_plain_routes(app: FastAPI) -> None:
         alone = len(service.sessions) == 1
         text = await asyncio.to_thread(service.metrics.text, request.scope["caller"].tenant, alone=alone)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
-        policy = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
-        return HTMLResponse(_docs_page(app.openapi()), headers={"Content-Security-Policy": policy})
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:

@@ -15,7 +15,6 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from cacheblend_rag.engine.other_arguments import OF_ANSWERS
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,
@@ -31,9 +30,6 @@ _log = logging.getLogger(__name__)
 _FIELD = re.compile(r"[a-z_][a-z0-9_]*")
 _WORD = re.compile(r"[\w.:-]{1,40}")
 _OF_WORDS = ("literal_error", "bool_wanted", "number_wanted", "unknown_word")
-# Requests for answers in OpenAI's form.
-_ANSWERING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-_ASKING = ("/api/ask", "/api/compare")
 # Status and code of our own errors; of classes that an error has, the first counts.
 _CODES: dict[type[CacheBlendError], tuple[int, str]] = {
     ContextLengthError: (400, "context_length_exceeded"),
@@ -44,16 +40,6 @@ _CODES: dict[type[CacheBlendError], tuple[int, str]] = {
     CacheBlendError: (500, "failed"),
 }
 _FORMS = ("str", "int", "float", "bool", "none")
-# Fields of a request to use in place of those that only other servers have, in words.
-_LENGTHS = ("num_predict", "max_new_tokens", "max_tokens", "max_completion_tokens", "max_length")
-_LENGTH = "use max_tokens, or in /v1/responses max_output_tokens"
-_OF_REQUESTS = {
-    **dict.fromkeys(_LENGTHS, _LENGTH),
-    **dict.fromkeys(
-        ("think", "reasoning_effort"), 'use reasoning, such as {"effort": "medium"}; "none" is for no thought'
-    ),
-    "format": 'use response_format, such as {"type": "json_object"}, or in /v1/responses text.format',
-}
 
 
 class ProblemDetail(BaseModel):
@@ -150,7 +136,7 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        where, message = _first_fault(error, request.url.path)
+        where, message = _first_fault(error)
         # As OpenAI answers; its clients raise their BadRequestError for nothing else.
         status = 400 if request.url.path.startswith("/v1/") else 422
         return Problem(status, "invalid", f"{where or 'body'}: {message}", field=where or None).response()
@@ -165,7 +151,7 @@ def add_handlers(app: FastAPI) -> None:
         return answer
 
 
-def _first_fault(error: RequestValidationError, path: str) -> tuple[str, str]:
+def _first_fault(error: RequestValidationError) -> tuple[str, str]:
     """The first field that is wrong, and how; empty if it is the whole body.
 
     A field that only other servers have is answered with the one to use, where a request is for an answer. Of values
@@ -180,12 +166,7 @@ def _first_fault(error: RequestValidationError, path: str) -> tuple[str, str]:
     parts = [str(part) for part in fault["loc"][:-1] if part != "body" and _names_field(part)]
     last, value = fault["loc"][-1], fault.get("input")
     if fault["type"] == "extra_forbidden":
-        remedy = ""
-        if path in _ANSWERING and not parts:
-            remedy = _OF_REQUESTS.get(str(last)) or OF_ANSWERS.get(str(last), ((), ""))[1]
-        elif path in _ASKING and last in _LENGTHS:
-            remedy = "use max_tokens"
-        return ".".join([*parts, str(last)[:100]]), f"this is not supported here; {remedy or 'leave it out'}"
+        return ".".join([*parts, str(last)[:100]]), "this is not supported here; leave it out"
     where = ".".join([*parts, str(last)] if last != "body" and _names_field(last) else parts)
     word = fault["type"] in _OF_WORDS and isinstance(value, str) and _WORD.fullmatch(value)
     number = isinstance(value, int | float) and fault["type"] != "value_error"

@@ -38,7 +38,6 @@ KEYS_VARIABLE = ENV_PREFIX + "API_KEYS"
 MOST_PASSAGES = 50
 """Passages that a question may ask for."""
 
-ACCESS_LOGS = ("json", "text", "off")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,200}")
 _NAME_WORDS = "1 to 200 letters, digits and the signs . _ - : /"
 _SHORTEST_KEY = 16
@@ -90,7 +89,6 @@ class Limits:
     question_chars: int = _limit(4_000, _COUNT, "Of a question.")
     prompt_chars: int = _limit(1_000_000, _COUNT, "Of all text of a request to the model.")
     prompt_tokens: int = _limit(131_072, _COUNT, "Tokens the model is fed, at most what it can take.")
-    prompt_seconds: float = _limit(20.0, _SECONDS, "Time that making a prompt of a request may take.")
     schema_chars: int = _limit(64_000, _COUNT, "Length of the JSON schemas of a request.")
     schema_bytes: int = _limit(1_000_000_000, BYTES, "Memory that compiling them may take.")
     schema_seconds: float = _limit(2.0, _SECONDS, "Time that compiling them may take.")
@@ -138,8 +136,11 @@ class Limits:
         return 4 * self.upload_bytes + 1_000_000 if upload else self.body_bytes
 
 
-def _check_name(name: str, value: Any) -> Any:
-    _look_at_name(name, value, value)
+def _check_name(field: str, value: Any, name: Any = None) -> Any:
+    """A public name of a model, or a value that holds one."""
+    name = value if name is None else name
+    if not isinstance(name, str) or not _MODEL_NAME.fullmatch(name):
+        raise ConfigError(field, value, f"use {_NAME_WORDS}")
     return value
 
 
@@ -201,7 +202,7 @@ class ServerSettings:
         shown="keys.json in the data folder, if it is there",
     )
     access_log: str = option(
-        "json", choice(ACCESS_LOGS), "A line a request: json, text or off.", flag="access-log", metavar="FORM"
+        "json", choice(("json", "off")), "A line of JSON a request, or off.", flag="access-log", metavar="FORM"
     )
     find_repeated: bool = option(
         True,
@@ -219,7 +220,7 @@ class ServerSettings:
         for one in self.also_models:
             name, _ = _named(one)
             if "=" in one:
-                _look_at_name("also_models", one, name)
+                _check_name("also_models", one, name)
             if name in names:
                 remedy = f"two models would be called {name!r}: give this one a name of its own, as NAME=PATH_OR_ID"
                 raise ConfigError("also_models", one, remedy)
@@ -282,12 +283,15 @@ class ServerSettings:
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the server."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address of a host is that of its own machine."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def without_folders(model: str) -> str:
@@ -300,8 +304,3 @@ def _named(given: str) -> tuple[str, str]:
     name, _, model = given.partition("=") if "=" in given else ("", "", given)
     model = expanduser(model)
     return (name if "=" in given else without_folders(model)), model
-
-
-def _look_at_name(field: str, value: str, name: str) -> None:
-    if not isinstance(name, str) or not _MODEL_NAME.fullmatch(name):
-        raise ConfigError(field, value, f"use {_NAME_WORDS}")

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from cacheblend_rag.app.server.problems import Problem
-from cacheblend_rag.app.server.services.admission_queue import AdmissionQueue, Alone
+from cacheblend_rag.app.server.services.admission_queue import AdmissionQueue
 from cacheblend_rag.engine.scheduler import ModelTime
 from cacheblend_rag.engine.streaming import TextStream
 from tests.waiting import Clock
@@ -133,55 +133,19 @@ async def test_tenant_has_an_even_part_of_the_slots_where_others_want_some() -> 
 async def test_request_alone_in_its_tenant_keeps_no_other_tenant_waiting() -> None:
     queue, events = AdmissionQueue(2, 10, 10.0), []
 
-    async def ask(name: str, alone: Alone = "") -> None:
+    async def ask(name: str, alone: bool = False) -> None:
         async with await queue.slot(name[0], alone=alone):
             events.append(name)
             await soon()
 
     first = await queue.slot("a")
-    mine = [asyncio.create_task(ask(*one)) for one in (("a alone", "tenant"), ("a later",))]
+    mine = [asyncio.create_task(ask(*one)) for one in (("a alone", True), ("a later",))]
     await soon()
     await asyncio.gather(*(ask(f"b{number}") for number in range(3)))
     assert events == ["b0", "b1", "b2"]
     await first.leave()
     await asyncio.gather(*mine)
     assert events[3:] == ["a alone", "a later"]
-
-
-async def test_request_alone_on_the_server_keeps_others_waiting_only_briefly(clock: Clock) -> None:
-    queue = AdmissionQueue(2, 10, 60.0, clock=clock)
-    long = await queue.slot("a")
-    alone = asyncio.create_task(queue.slot("a", alone="server"))
-    async with await queue.slot("b") as slot:
-        slot.holds(Answer(5.0), ignored)  # more than the other tenant has had
-    other = asyncio.create_task(queue.slot("b"))
-    await soon()
-    clock.advance(9.0)
-    await soon()
-    assert not other.done(), "the slots are emptied"
-    clock.advance(1.0)
-    await (await other).leave()
-    for _ in range(5):  # the other tenant goes first, until it has had ten seconds more
-        async with await queue.slot("b") as slot:
-            slot.holds(Answer(1.0), ignored)
-            assert not alone.done()
-    await long.leave()
-    await (await alone).leave()
-    assert (queue.waiting, queue.served) == (0, 0)
-
-
-async def test_tenant_that_leaves_while_slots_are_emptied_for_it_has_used_them(clock: Clock) -> None:
-    queue = AdmissionQueue(2, 10, 60.0, clock=clock)
-    async with await queue.slot("b"):
-        first, second = (asyncio.create_task(queue.slot("a", alone="server")) for _ in range(2))
-        await soon()
-        other = asyncio.create_task(queue.slot("b"))
-        clock.advance(9.0)
-        first.cancel()
-        await soon()
-        assert other.done(), "slots are not emptied for the next one before others have had their part"
-        await (await other).leave()
-    await (await second).leave()
 
 
 async def test_slot_that_gives_way_comes_back_after_the_others() -> None:

@@ -96,8 +96,8 @@ def test_suggestions_are_those_of_the_bundled_articles_alone(tmp_path: Path, mon
     ]
     questions.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
     first, second = suggestions_for(articles)
-    assert (first.question, first.note, second.question) == ("Who?", None, "Where?")
-    assert "more than one document" in str(second.note)
+    assert (first["question"], first["note"], second["question"]) == ("Who?", None, "Where?")
+    assert "more than one document" in str(second["note"])
     assert suggestions_for(tmp_path) == []
 
 

@@ -215,9 +215,9 @@ def test_tenants_see_the_base_folder_and_no_other(guarded: Running, ada: httpx.C
     assert records(guarded.service, 70) == 2
     assert ben.delete(f"/api/documents/{theirs}").status_code == 204
     assert records(guarded.service, 70) == 1
-    salts = {session.tenant.salt for session in guarded.service.sessions.values()}
+    salts = {session.salt for session in guarded.service.sessions.values()}
     assert len(salts) == 2
-    kept = guarded.service.sessions["ada"].tenant.folder / "salt"
+    kept = guarded.service.sessions["ada"].folder / "salt"
     assert kept.stat().st_mode & 0o777 == 0o600
 
 

@@ -84,7 +84,7 @@ def test_answer_is_verified(client: Any) -> None:
     assert client.post("/api/ask", json={**asked, "verify": "sometimes"}).status_code == 422
     refused = client.post("/api/ask", json={**asked, "max_new_tokens": 9})
     assert refused.status_code == 422
-    assert refused.json()["error"]["message"] == "max_new_tokens: this is not supported here; use max_tokens"
+    assert refused.json()["error"]["message"] == "max_new_tokens: this is not supported here; leave it out"
 
 
 def test_report_accounts_for_every_token_of_the_prompt(client: Any) -> None:

@@ -1,27 +1,21 @@
-"""Chat templates that requests would run, and those that never end."""
+"""Chat templates that requests would run, and those that refuse a conversation."""
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cacheblend_rag.app.server.problems import Problem
-from cacheblend_rag.app.server.security.templates import within
-from cacheblend_rag.app.server.settings import Limits
 from tests import tiny
 from tests.app.server.common import Running, client_of, running, settings_for
-from tests.waiting import until
 
-# Reads an argument, and turns in a loop for as long as it is told to.
+# Reads two arguments.
 TEMPLATE = (
     "{% if messages[0].role == 'assistant' %}{{ raise_exception('The user speaks first') }}{% endif %}"
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{{ mood }}"
-    "{% if rounds %}{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}{% endif %}"
+    "{% if rounds %}{{ rounds }}{% endif %}"
     "{% if add_generation_prompt %}{% generation %}[assistant] {% endgeneration %}{% endif %}"
 )
 BOMB = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
@@ -35,8 +29,7 @@ def templated(docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    limits = Limits(prompt_seconds=1.0)
-    with running(settings_for(folder, docs, tmp_path_factory.mktemp("data"), limits=limits)) as made:
+    with running(settings_for(folder, docs, tmp_path_factory.mktemp("data"))) as made:
         yield made
 
 
@@ -49,7 +42,7 @@ def chat(client: Any, **arguments: Any) -> Any:
 def test_request_cannot_bring_its_own_template(templated: Running) -> None:
     with client_of(templated) as client:
         for name in ("chat_template", "chat_template ", "Chat_Template"):
-            answer = chat(client, **{name: BOMB})  # which would be ended with another error if it had run
+            answer = chat(client, **{name: BOMB})
             assert answer.status_code in (400, 422)
             assert answer.json()["error"]["field"].startswith("chat_template_kwargs")
         for name in ("tokenize", "tools", "messages", "range", "bos_token", "nothing"):
@@ -80,33 +73,3 @@ def test_order_of_messages_that_the_template_refuses_is_named(templated: Running
     message = answer.json()["error"]["message"]
     assert message.startswith("messages with the roles assistant, user")
     assert "The user speaks first" in message
-
-
-def test_endless_template_is_stopped_and_keeps_nobody_waiting(templated: Running) -> None:
-    queue = templated.service.queue
-    with client_of(templated) as client:
-        answers: list[Any] = []
-        threads = [threading.Thread(target=lambda: answers.append(chat(client, rounds=1))) for _ in range(5)]
-        for one in threads:
-            one.start()
-        until(lambda: queue.waiting)
-        assert queue.served <= 4, "prompts are made within the turn of their requests"
-        for one in threads:
-            one.join()
-        assert [one.status_code for one in answers] == [400] * 5
-        assert {one.json()["error"]["code"] for one in answers} == {"prompt_timeout"}
-        assert chat(client).status_code == 200
-    assert (queue.waiting, queue.served) == (0, 0)
-
-
-def test_only_what_runs_within_is_ended() -> None:
-    ended = []
-    for seconds, rounds in ((0.05, itertools.count()), (60.0, range(1000))):
-        try:
-            with within(seconds):
-                for _ in rounds:
-                    pass
-            ended.append(False)
-        except Problem:
-            ended.append(True)
-    assert ended == [True, False]

@@ -90,20 +90,12 @@ def test_answer_is_asked_for_by_its_id(guarded: Running, held: threading.Event) 
             assert refused.json()["error"]["field"] == "query.wait"
 
 
-def test_the_latest_answers_are_counted_for_each_tenant(guarded: Running) -> None:
-    with client_of(guarded, KEYS["ada"]) as ada, client_of(guarded, KEYS["ben"]) as ben:
-        before = {one: one.get("/api/verifications").json() for one in (ada, ben)}
+def test_checked_answers_are_counted(guarded: Running) -> None:
+    with client_of(guarded, KEYS["ada"]) as ada:
         documents = stored(ada, guarded.service, 310)
         said(ada, documents, verify="always")
         waits = said(ada, documents, verify="idle")["cacheblend"][0]["verification"]
         ada.get(f"/api/answers/{waits['id']}/verification", params={"wait": 30})
-        said(ada, documents, verify="off")
-        now = ada.get("/api/verifications").json()
-        assert now["answers"] == before[ada]["answers"] + 2
-        assert now["same"] == before[ada]["same"]
-        assert now["waiting"] == 0
-        assert ben.get("/api/verifications").json() == before[ben]
-        assert ada.get("/api/verifications", params={"model": "another"}).status_code == 404
         assert "verifications_total" not in ada.get("/metrics").text, "counts of all tenants are not hers"
         counted = guarded.service.metrics.text().decode()
         assert 'verifications_total{status="corrected"}' in counted

@@ -39,7 +39,6 @@ from typing_extensions import TypedDict
 from cacheblend_rag.langchain import (
     CacheBlendLLM,
     CacheBlendMiddleware,
-    CacheBlendRetriever,
     ChatCacheBlend,
     known_chunks,
     track,
@@ -263,11 +262,6 @@ def compression(model: Any) -> Any:
     return create_retrieval_chain(found, create_stuff_documents_chain(model, PROMPT))
 
 
-def wrapped(model: Any) -> Any:
-    found = CacheBlendRetriever(retriever=retriever())
-    return create_retrieval_chain(found, create_stuff_documents_chain(model, PROMPT))
-
-
 def agent_with_tool(model: Any) -> Any:
     @tool(response_format="content_and_artifact")
     def look_up(query: str) -> tuple[str, list[Document]]:
@@ -319,7 +313,6 @@ CHAINS = [
     Chain(multi_query, {"input": QUESTION}),
     Chain(ensemble, {"input": QUESTION}),
     Chain(compression, {"input": QUESTION}),
-    Chain(wrapped, {"input": QUESTION}),
     Chain(agent_with_tool, MESSAGES, (ChatCacheBlend,)),
     Chain(agent_with_prompt, MESSAGES, (ChatCacheBlend,)),
     Chain(agent_with_middleware, MESSAGES, (ChatCacheBlend,)),

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from transformers import pipeline
 
-from cacheblend_rag import BlendConfig
-from cacheblend_rag.errors import ConfigError, GenerationTimeoutError
+from cacheblend_rag.errors import GenerationTimeoutError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
-from tests.integrations.langchain.models import answers_in, plain_answer, tiny_engine, tiny_parts
+from tests.integrations.langchain.models import answers_in, plain_answer, tiny_engine
 from tests.probes import Broken, Slow
 
 KINDS = [CacheBlendLLM, ChatCacheBlend]
@@ -93,16 +91,3 @@ async def test_errors_while_generating_reach_the_caller(engine: Any, kind: Any, 
 
 
 # Pipelines ----------------------------------------------------------------------------------
-
-
-def test_pipeline_is_taken_over_with_its_settings() -> None:
-    model, tokenizer = tiny_parts()
-    settings: Any = {"max_new_tokens": 5, "do_sample": False, "return_full_text": False}
-    made = pipeline("text-generation", model, tokenizer=tokenizer, **settings)
-    llm = CacheBlendLLM.from_pipeline(made, config=BlendConfig(min_tokens=0))
-    assert llm.engine.model is made.model
-    assert llm.invoke("<s>What fell?") == made("What fell?")[0]["generated_text"]
-    plain = pipeline("text-generation", model, tokenizer=tokenizer)
-    assert CacheBlendLLM.from_pipeline(plain).generation_config is None
-    with pytest.raises(ConfigError, match="text-generation"):
-        CacheBlendLLM.from_pipeline(object())

@@ -28,8 +28,6 @@ SEARCHES: dict[str, Callable[[Any], Any]] = {
     "similarity_search_with_score": lambda store: store.similarity_search_with_score("What fell?", k=3),
     "similarity_search_by_vector": lambda store: store.similarity_search_by_vector(VECTOR, k=3),
     "relevance scores": lambda store: store.similarity_search_with_relevance_scores("What fell?", k=3),
-    "max_marginal_relevance_search": lambda store: store.max_marginal_relevance_search("What fell?", k=3),
-    "mmr by vector": lambda store: store.max_marginal_relevance_search_by_vector(VECTOR, k=3),
     "search": lambda store: store.search("What fell?", "similarity", k=3),
     "retriever": lambda store: store.as_retriever(search_kwargs={"k": 3}).invoke("What fell?"),
 }

@@ -97,14 +97,14 @@ def test_memory_is_bounded() -> None:
         runs.begin(child, root)
         runs.add(uuid4(), child, ["x" * 30, "x" * 30])
         runs.call(child, [hash(root)])
-    assert runs.documents == 3  # of 30 characters each
+    assert sum(map(len, runs._texts.values())) == 3  # of 30 characters each
     for _ in range(20_000):
         runs.begin(uuid4(), None)
     for number in range(1000):
         runs.call(roots[-1], [number])
-    assert len(runs) <= 16_384 + 256
+    assert len(runs._roots) + len(runs._prompts) <= 16_384 + 256
     for root in roots:
         runs.end(root)
-    assert runs.documents == 0
+    assert sum(map(len, runs._texts.values())) == 0
     runs.add(uuid4(), uuid4(), ["x" * 100])
-    assert runs.documents == 1, "nothing else counts any more"
+    assert sum(map(len, runs._texts.values())) == 1, "nothing else counts any more"

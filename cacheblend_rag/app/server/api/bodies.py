@@ -7,23 +7,20 @@ event loop, so a body must be small enough for it first.
 
 from __future__ import annotations
 
+import codecs
 import json
-import re
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BeforeValidator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 
 from cacheblend_rag.app.server.problems import Problem
 
 MOST_VALUES = 20_000
 """Values that a body may hold: elements of lists, and values of objects."""
-_HALF_PAIR = re.compile("[\ud800-\udfff]")
-# A half of a pair can only be escaped: its bytes are no UTF-8.
-_ESCAPED_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def _flag(given: Any) -> Any:
@@ -58,14 +55,20 @@ class _BoundedRequest(Request):
         HTTPException
             With the problem: 413 if there are too many values, 400 if a text is none.
         """
-        body = await self.body()
+        body = (await self.body()).removeprefix(codecs.BOM_UTF8)
         try:
-            found = json.loads(body.decode("utf-8-sig"))  # json guesses other encodings, and lets halves of pairs pass
-        except UnicodeDecodeError:
-            raise HTTPException(400, Problem(400, "not_unicode", "body: it is not UTF-8")) from None
-        problem = _fault_of(found, _ESCAPED_HALF.search(body) is not None)
-        if problem is not None:
-            raise HTTPException(problem.status, problem)  # FastAPI lets no other error through
+            found = from_json(body)
+        except ValueError as error:
+            json.loads(body.decode(errors="replace"))  # of what is no JSON at all FastAPI says so
+            raise HTTPException(400, Problem(400, "not_unicode", f"body: it is not all text: {error}")) from None
+        values, open_ones = 0, [found]
+        while open_ones:
+            if isinstance(one := open_ones.pop(), (dict, list)):
+                values += len(one)
+                open_ones += one.values() if isinstance(one, dict) else one
+            if values > MOST_VALUES:
+                problem = Problem(413, "too_many_values", f"a request's body may hold {MOST_VALUES:,} values here")
+                raise HTTPException(problem.status, problem)  # FastAPI lets no other error through
         return found
 
 
@@ -78,27 +81,3 @@ class _BoundedRoute(APIRoute):
             return await handle(_BoundedRequest(request.scope, request.receive))
 
         return bounded
-
-
-def _fault_of(body: Any, may_hold_halves: bool) -> Problem | None:
-    """The reason why a body cannot be used, if there is one; ends as soon as it is known."""
-    values, open_ones = 0, [("", body)]
-    while open_ones:
-        place, one = open_ones.pop()
-        if isinstance(one, (dict, list)):
-            values += len(one)
-            if values > MOST_VALUES:
-                return Problem(413, "too_many_values", f"a request's body may hold {MOST_VALUES:,} values here")
-            if isinstance(one, dict) and may_hold_halves and any(map(_HALF_PAIR.search, one)):
-                return _half(place)
-            named = one.items() if isinstance(one, dict) else (("", inner) for inner in one)
-            open_ones += [(place or str(name), inner) for name, inner in named]
-        elif may_hold_halves and isinstance(one, str) and _HALF_PAIR.search(one):
-            return _half(place)
-    return None
-
-
-def _half(place: str) -> Problem:
-    where = place if _HALF_PAIR.search(place) is None else ""
-    message = f"{where or 'body'}: half a surrogate pair is not text; leave it out"
-    return Problem(400, "not_unicode", message, field=where or None)

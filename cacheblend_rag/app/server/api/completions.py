@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -9,26 +10,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from cacheblend_rag.app.server.api.conversations import call_of, calls_in
-from cacheblend_rag.app.server.api.openai_bodies import ChatBody, CompletionBody, Sampling, document_texts
+from cacheblend_rag.app.server.api.openai_bodies import ChatBody, ChatMessage, CompletionBody, Sampling, document_texts
 from cacheblend_rag.app.server.api.streams import event
 from cacheblend_rag.app.server.problems import noted_problem
-from cacheblend_rag.app.server.security.templates import within
+from cacheblend_rag.app.server.security.templates import check_arguments
 from cacheblend_rag.app.server.services.admission_queue import Slot
 from cacheblend_rag.app.server.services.service import Session
 from cacheblend_rag.config import Reasoning
-from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions
+from cacheblend_rag.engine.answer_form import answer_grammar
+from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions, calls_early
+from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.logits import LogProbs, completion_logprobs, conversation_logprobs
 from cacheblend_rag.engine.model_call import ModelCall, Said
 from cacheblend_rag.engine.streaming import TextStream
-from cacheblend_rag.errors import ConfigError, GenerationTimeoutError
+from cacheblend_rag.errors import CacheBlendError, ConfigError, GenerationTimeoutError, PromptError
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.call_stream import CallPiece
-from cacheblend_rag.prompt.calls import parse_calls
+from cacheblend_rag.prompt.call_stream import CallPiece, new_call_id
+from cacheblend_rag.prompt.calls import CALL_END, ParsedAnswer, parse_calls
 from cacheblend_rag.prompt.control import control_tokens
-from cacheblend_rag.prompt.matching import match_chunks
+from cacheblend_rag.prompt.conversation import Conversation, turn_of
+from cacheblend_rag.prompt.matching import RetrievedDocument, match_chunks
+from cacheblend_rag.prompt.registry import ChunkRegistry
 from cacheblend_rag.prompt.thoughts import check_reasoning, thinks
-from cacheblend_rag.report import BlendReport, Generation, TokenLogProb
+from cacheblend_rag.report import BlendReport, Generation, TokenLogProb, usage_of
 
 C = TypeVar("C", bound="Choice")
 _DONE = "data: [DONE]\n\n"
@@ -137,7 +141,7 @@ class AnswerRequest:
 
     def count(self, answer: Generation) -> None:
         """Take note of a finished answer."""
-        self._reports.append(self.here.answered(self.model, self.engine, answer.report))
+        self._reports.append(self.here.answered(self.engine, answer.report))
 
     def frame(self, choices: list[dict[str, Any]], chunk: bool = False) -> dict[str, Any]:
         """An answer, or a piece of one, around its choices."""
@@ -146,7 +150,7 @@ class AnswerRequest:
 
     def closing(self) -> dict[str, Any]:
         """Usage, and how the answers came about."""
-        return {"usage": _usage(self._reports, self.body.n), **self.made()}
+        return {"usage": usage_of(self._reports, self.body.n), **self.made()}
 
     def made(self) -> dict[str, Any]:
         """How the answers came about."""
@@ -241,14 +245,13 @@ class Completion(AnswerRequest):
 
     def prepare(self) -> None:
         """See `AnswerRequest.prepare`."""
-        with within(self.here.service.limits.prompt_seconds):
-            self._prompts = [self._prompt(text) for text in self._texts]
-            self.charge(self._prompts)
+        self._prompts = [self._prompt(text) for text in self._texts]
+        self.charge(self._prompts)
 
     def _prompt(self, text: str) -> Prompt:
         if self.documents:
             return Prompt(chunks=self.documents, suffix=control_tokens(self.engine.tokenizer).owned(text))
-        prompt = match_chunks(text, self.here.tenant.known, self.engine.config.text_separator)
+        prompt = match_chunks(text, self.here.known, self.engine.config.text_separator)
         return replace(prompt, turns=())
 
     def choices(self, slot: Slot) -> Iterator[Choice]:
@@ -280,6 +283,137 @@ class _TextChoice(Choice):
         return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
+# Instructions before documents that come without a system message.
+_INSTRUCTIONS = (
+    "You are an assistant for question-answering tasks. Use the following pieces of retrieved context to "
+    "answer the question. If you don't know the answer, say that you don't know. Keep the answer concise."
+)
+
+
+def call_of(
+    body: ChatBody,
+    engine: BlendEngine,
+    known: ChunkRegistry,
+    documents: Sequence[str],
+    arguments: DecodeArguments,
+    schemas: Any,
+) -> ModelCall[Said]:
+    """The call of the engine for a conversation; nothing is generated yet.
+
+    Parameters
+    ----------
+    body : ChatBody
+    engine : BlendEngine
+        The tenant's, named in traces as a chat's.
+    known : ChunkRegistry
+        Texts of the tenant's documents, and no others.
+    documents : sequence of str
+        Texts of the request's own documents.
+    arguments : DecodeArguments
+        How to decode, and whether the model shall think.
+    schemas : SchemaCheck
+        Sees the tenant's JSON schemas before they are compiled here.
+
+    Raises
+    ------
+    PromptError
+        If the chat template refuses the conversation.
+    ConfigError
+        If a tool or an option cannot be used.
+    Problem
+        400 if the chat template takes no such argument.
+    """
+    check_arguments(engine.tokenizer, body.chat_template_kwargs)
+    if not body.tools and body.tool_choice not in (None, "auto", "none"):
+        raise ConfigError("tool_choice", body.tool_choice, "give tools, too, or leave it out")
+    tools = [tool.model_dump() for tool in body.tools or []] if body.tool_choice != "none" else []
+    choice = body.tool_choice if tools else None
+    form = None if body.response_format is None else body.response_format.model_dump(by_alias=True)
+    turns = [_turn_of(one, f"messages[{number}]") for number, one in enumerate(body.messages)]
+    conversation = Conversation(
+        _with_documents(turns, documents), tools or None, choice, arguments["reasoning"], body.chat_template_kwargs
+    )
+    try:
+        written = conversation.write(engine.tokenizer)
+        retrieved = [RetrievedDocument((text,)) for text in dict.fromkeys(documents)]
+        prompt = conversation.split(written.text, known, engine.config.text_separator, retrieved)
+        grammar = answer_grammar(form, tools, choice, engine.tokenizer, schemas.check)
+    except CacheBlendError as error:
+        unread = [
+            f"messages[{number}].tool_calls[{at}].function.arguments"
+            for number, turn in enumerate(turns)
+            for at, call in enumerate(turn.get("tool_calls", ()))
+            if isinstance(call["function"]["arguments"], str)
+        ]
+        if unread and isinstance(error, PromptError):
+            raise ConfigError(
+                unread[0], None, "send a JSON object; the model's chat template refuses others"
+            ) from error
+        raise
+    except (TypeError, ValueError, KeyError) as error:
+        raise PromptError(f"this conversation cannot be written as a prompt ({type(error).__name__})") from error
+    arguments = {**arguments, "reasoning": written.reasoning, "answer_begins": written.later}
+    if grammar is not None:
+        arguments["grammar"] = grammar
+    elif written.opening:
+        arguments["stop"] = [*body.stops, CALL_END]
+    return ModelCall(
+        engine,
+        [prompt],
+        arguments,
+        lambda said: said,
+        tools=tools or None,
+        opening=written.opening,
+        early=calls_early(arguments, engine.config),
+        # An answer is not ended behind its first call: text and thoughts may name the mark of one.
+        most=None if body.parallel_tool_calls else 1,
+    )
+
+
+def calls_in(read: ParsedAnswer, most: int | None) -> list[dict[str, Any]]:
+    """The calls of a complete answer, at most ``most`` of them; unreadable calls come last, as text."""
+    calls = [(one.name, json.dumps(one.arguments)) for one in read.calls]
+    calls += [(one.name, one.raw) for one in read.unread]
+    return [
+        {"id": new_call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
+        for name, arguments in calls[:most]
+    ]
+
+
+def _with_documents(turns: list[dict[str, Any]], documents: Sequence[str]) -> list[dict[str, Any]]:
+    """A conversation with documents within its system message."""
+    if not documents:
+        return turns
+    context, first = "\n\n".join(documents), turns[0]
+    if first["role"] == "system":
+        return [turn_of("system", f"{first['content']}\n\n{context}"), *turns[1:]]
+    return [turn_of("system", f"{_INSTRUCTIONS}\n\n{context}"), *turns]
+
+
+def _turn_of(message: ChatMessage, place: str) -> dict[str, Any]:
+    """A message as a turn of a chat template."""
+    content = message.content or message.refusal or ""
+    text = content if isinstance(content, str) else "".join(one.text for one in content)
+    if message.role == "tool":
+        if message.tool_call_id is None:
+            raise ConfigError(f"{place}.tool_call_id", None, "give the id of the call that the tool has answered")
+        return turn_of("tool", text, tool_call_id=message.tool_call_id, name=message.name or "")
+    if message.role != "assistant":
+        return turn_of("system" if message.role == "developer" else message.role, text)
+    thought = message.reasoning_content or message.reasoning
+    calls = [(one.id, one.function.name, _arguments_of(one.function.arguments)) for one in message.tool_calls or []]
+    return turn_of("assistant", text, thought if isinstance(thought, str) else "", calls)
+
+
+def _arguments_of(written: str) -> Any:
+    """Arguments of a call in an earlier turn, as the template expects them; a cut call keeps its arguments as text."""
+    try:
+        given = json.loads(written.strip() or "{}", strict=False)
+    except ValueError:
+        return written
+    return {} if given is None else given if isinstance(given, dict) else written
+
+
 class Chat(AnswerRequest):
     """One request for a conversation."""
 
@@ -306,12 +440,10 @@ class Chat(AnswerRequest):
 
     def prepare(self) -> None:
         """See `AnswerRequest.prepare`."""
-        with within(self.here.service.limits.prompt_seconds):
-            engine, known = self.engine.named(self.model.name, "chat"), self.here.tenant.known
-            arguments = self.arguments()
-            self._call = call_of(self._conversation, engine, known, self.documents, arguments, self.here.schemas)
-            self._call = replace(self._call, progress=bool(self._conversation.return_progress))
-            self.charge(self._call.prompts)
+        engine, known = self.engine.named(self.model.name, "chat"), self.here.known
+        call = call_of(self._conversation, engine, known, self.documents, self.arguments(), self.here.schemas)
+        self._call = replace(call, progress=bool(self._conversation.return_progress))
+        self.charge(self._call.prompts)
 
     def choices(self, slot: Slot) -> Iterator[_ChatChoice]:
         """See `AnswerRequest.choices`."""
@@ -373,20 +505,6 @@ def _reason(answer: Generation, called: bool, unread: bool) -> str:
     """Why an answer ended. A call that was cut off does not count as a call."""
     reason = answer.report.finish_reason
     return "tool_calls" if called and not (unread and reason == "length") else reason
-
-
-def _usage(reports: list[BlendReport], n: int) -> dict[str, Any]:
-    """Tokens, each prompt counted once; ``cached_tokens`` are those whose KV was reused exactly."""
-    prompt = sum(one.prompt_tokens for one in reports[::n])
-    answer = sum(one.generated_tokens for one in reports)
-    reused = {name: sum(getattr(one, name) for one in reports[::n]) for name in ("cached_tokens", "blended_tokens")}
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": answer,
-        "total_tokens": prompt + answer,
-        "prompt_tokens_details": reused,
-        "completion_tokens_details": {"reasoning_tokens": sum(one.thought_tokens for one in reports)},
-    }
 
 
 def _how_made(report: BlendReport) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import re
 import secrets
 import time
@@ -21,7 +20,7 @@ from cacheblend_rag.app.server.keys_file import LOOK_AGAIN
 from cacheblend_rag.app.server.problems import Problem, noted_problem, too_large
 from cacheblend_rag.app.server.security.tenants import Caller, Keys, RequestQuota
 from cacheblend_rag.app.server.services.logs import ServedRequest, add_to_span, log_access, request_id, served
-from cacheblend_rag.app.server.settings import ServerSettings
+from cacheblend_rag.app.server.settings import ServerSettings, is_loopback
 
 _SAFE = ("GET", "HEAD", "OPTIONS")
 # Paths that need a key, where there are keys.
@@ -153,7 +152,8 @@ class Gatekeeper:
         if length.isdigit() and int(length) > most:
             return too_large(most)
         host = headers.get("host", "")
-        if self._settings.is_loopback and not _local(host):
+        # Another name that leads here is an attack from a page.
+        if self._settings.is_loopback and not is_loopback(_split(f"//{host}").hostname or ""):
             return Problem(421, "wrong_host", "this server answers on its own machine only")
         if scope["path"].startswith(_GUARDED):  # before anything of a body is read
             try:
@@ -247,14 +247,3 @@ def _split(address: str) -> SplitResult:
         return urlsplit(address)
     except ValueError:  # such as a bracket that is not closed
         return urlsplit("")
-
-
-def _local(host: str) -> bool:
-    """Whether a Host header names this machine: another name that leads here is an attack from a page."""
-    name = _split(f"//{host}").hostname or ""
-    if name == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False

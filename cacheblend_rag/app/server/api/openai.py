@@ -46,7 +46,7 @@ async def embeddings(here: Here, request: Request, body: EmbeddingBody) -> dict[
     texts = [body.input] if isinstance(body.input, str) else body.input
     if sum(map(len, texts)) > service.limits.prompt_chars:
         raise Problem(413, "too_long", f"all texts may have {service.limits.prompt_chars:,} characters", field="input")
-    async with await unless_gone(request, service.queue.slot(here.tenant.name)) as slot:
+    async with await unless_gone(request, service.queue.slot(here.name)) as slot:
         tokens = await slot.in_thread(service.embedder_tokens, texts)
         here.charge([tokens])
         vectors = await slot.in_thread(service.embeddings.embed_documents, texts)
@@ -87,7 +87,7 @@ async def _answered(work: AnswerRequest, request: Request) -> Any:
     """All of a request's answers, or their pieces."""
     here = work.here
     here.check_quota(work.most * work.body.n)
-    slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
+    slot = await unless_gone(request, here.service.queue.slot(here.name))
     async with slot.kept():  # what the model is fed is made in the request's own turn
         await unless_gone(request, slot.in_thread(work.prepare))
     if work.body.stream:

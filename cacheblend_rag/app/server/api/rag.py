@@ -13,28 +13,13 @@ from typing import Annotated, Any
 
 from fastapi import File, Query, Request, Response, UploadFile
 from fastapi.responses import StreamingResponse
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic_core import PydanticCustomError
 
 from cacheblend_rag import __version__
 from cacheblend_rag.app import collection as articles
-from cacheblend_rag.app.server.api.bodies import bounded_router
+from cacheblend_rag.app.server.api.bodies import NO_FLAG, Flag, bounded_router
 from cacheblend_rag.app.server.api.completions import COLDEST
-from cacheblend_rag.app.server.api.rag_bodies import (
-    AskBody,
-    CompareBody,
-    DocumentList,
-    FolderInfo,
-    FoundPassages,
-    LimitsInfo,
-    ModelInfo,
-    Name,
-    PageState,
-    PassageNumber,
-    PassageText,
-    SearchBody,
-    SettingsInfo,
-    Suggestion,
-    WholeAnswer,
-)
 from cacheblend_rag.app.server.api.requests import Here
 from cacheblend_rag.app.server.api.streams import EventStream, event, unless_gone
 from cacheblend_rag.app.server.problems import Problem, noted_problem
@@ -43,10 +28,9 @@ from cacheblend_rag.app.server.services.folders import DocumentEntry, SearchHit,
 from cacheblend_rag.app.server.services.questions import EarlierTurn, compared_row, report_of, rule_name, search
 from cacheblend_rag.app.server.services.served_model import ServedModel
 from cacheblend_rag.app.server.services.service import Session
-from cacheblend_rag.app.server.services.verifications import LatestAnswers
 from cacheblend_rag.app.server.settings import MOST_PASSAGES
 from cacheblend_rag.calibration.quality import COMPARED_TOKENS, Methods
-from cacheblend_rag.config import Reasoning
+from cacheblend_rag.config import Reasoning, Verify, read_reasoning
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.streaming import Progress, TextStream
@@ -65,61 +49,157 @@ _MOST_SECONDS = 30  # that a request waits for a verification
 _COMPARED = 4  # answers that a comparison counts as, one of each method
 
 
+Name = Annotated[str, StringConstraints(max_length=500)]
+PassageNumber = Annotated[int, NO_FLAG, Field(ge=0)]
+Question = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+"""A text that a person writes; requests hold it to ``question_chars`` of the server's limits."""
+
+
+def _reasoning(given: Any) -> Any:
+    """Whether the model thinks, in the words of options and commands; no number says it."""
+    try:
+        return None if given is None else read_reasoning("reasoning", given)
+    except ConfigError:
+        words = "use true, false, 'low', 'medium' or 'high'"
+        raise PydanticCustomError("unknown_word", "{words}", {"words": words}) from None
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class SearchBody(_Body):
+    """A question, and the ``documents`` that are searched, by their ids; by default all are."""
+
+    question: Question
+    top_k: Annotated[int, NO_FLAG, Field(ge=1, le=MOST_PASSAGES)] | None = None
+    documents: Annotated[list[Name], Field(min_length=1, max_length=1_000)] | None = None
+
+
+class CompareBody(SearchBody):
+    """A question to be answered by every method.
+
+    ``model`` is the name of one of the models, by default of the first.
+    ``history`` is its conversation, the first turn first. ``instructions`` is what the model is told before the
+    passages.
+    """
+
+    history: Annotated[list[EarlierTurn], Field(max_length=50)] = Field(default_factory=list)
+    recompute_ratio: Annotated[float, NO_FLAG, Field(ge=0, le=1)] | None = None
+    selection: Annotated[str, StringConstraints(max_length=40)] | None = None
+    max_tokens: Annotated[int, NO_FLAG, Field(ge=1, le=1_000_000)] | None = None
+    instructions: Question | None = None
+    model: Name | None = None
+
+
+class AskBody(CompareBody):
+    """A question; ``stream`` chooses between events and one answer.
+
+    With ``show_prompt``, the report has the prompt token by token. With ``return_progress``, events say how much of
+    the prompt is read. With ``verify``, the answer is compared with full prefill's, and the report says whether it was
+    corrected. ``reasoning`` says whether the model thinks first. Unless ``stop_repetition`` is false, an answer that
+    only repeats itself is ended.
+
+    ``temperature`` above 0 samples; by default the likeliest token is taken each time.
+    """
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    stream: Flag = True
+    show_prompt: Flag = False
+    return_progress: Flag = False
+    verify: Verify | None = None
+    reasoning: Annotated[Reasoning | None, BeforeValidator(_reasoning)] = None
+    stop_repetition: Flag | None = None
+
+
+class DocumentList(BaseModel):
+    """Documents by name."""
+
+    documents: list[DocumentEntry]
+
+
+class PassageText(BaseModel):
+    """A passage of a document."""
+
+    text: str
+    document: str
+    page: int | None = None
+
+
+class FoundPassages(BaseModel):
+    """Passages, the nearest first."""
+
+    passages: list[SearchHit]
+
+
+class WholeAnswer(BaseModel):
+    """An answer that was not streamed; ``report`` has the same content as the event ``report``."""
+
+    answer: str
+    thought: str
+    sources: list[SearchHit]
+    report: dict[str, object]
+
+
 @router.get("/state")
-async def state(here: Here) -> PageState:
-    """Models, documents and settings."""
+async def state(here: Here) -> dict[str, Any]:
+    """Models, of which the first answers where a request names none, documents, settings and limits.
+
+    ``tenant`` is the one that the key is of; null without keys.
+    """
     service, config = here.service, here.service.engine.config
     own, ratio = service.settings.rag, config.recompute_ratio
     counts = await here.in_thread(lambda: [one.counts() for one in here.folders])
-    return PageState(
-        models=[
-            ModelInfo(
-                name=one.name,
-                layers=one.engine.adapter.num_layers,
-                starter=one.starter,
-                instructions=one.question_prompt.instructions,
-                thinks=one.thinks,
-            )
-            for one in service.models.values()
-        ],
-        embedder=service.embedder_name,
-        folder=FolderInfo(name=service.folder_name, writable=here.own is not None, bundled=service.bundled),
-        documents=sum(documents for documents, _ in counts),
-        passages=sum(passages for _, passages in counts),
-        settings=SettingsInfo(
-            top_k=own.top_k,
-            max_new_tokens=service.answer_tokens(None),
-            recompute_ratio="auto" if isinstance(ratio, str) else ratio,
-            selection=rule_name(service.engine.config.selection),
-            rules=list(RULES),
-            verify=config.verify,
-            reasoning=own.reasoning,
-        ),
-        limits=LimitsInfo(
-            suffixes=list(SUFFIXES),
-            upload_bytes=service.limits.upload_bytes,
-            upload_files=service.limits.upload_files,
-            question_chars=service.limits.question_chars,
-            top_k=MOST_PASSAGES,
-            max_tokens=service.limits.answer_tokens,
-        ),
-        suggested=suggestions_for(Path(own.docs)),
-        tenant=here.tenant.name if service.settings.guarded else None,
-        version=__version__,
-    )
+    models = [
+        {
+            "name": one.name,
+            "layers": one.engine.adapter.num_layers,
+            "starter": one.starter,
+            "instructions": one.question_prompt.instructions,
+            "thinks": one.thinks,
+        }
+        for one in service.models.values()
+    ]
+    return {
+        "models": models,
+        "embedder": service.embedder_name,
+        "folder": {"name": service.folder_name, "writable": here.own is not None, "bundled": service.bundled},
+        "documents": sum(documents for documents, _ in counts),
+        "passages": sum(passages for _, passages in counts),
+        "settings": {
+            "top_k": own.top_k,
+            "max_new_tokens": service.answer_tokens(None),
+            "recompute_ratio": ratio,
+            "selection": rule_name(config.selection),
+            "rules": list(RULES),
+            "verify": config.verify,
+            "reasoning": own.reasoning,
+        },
+        "limits": {
+            "suffixes": list(SUFFIXES),
+            "upload_bytes": service.limits.upload_bytes,
+            "upload_files": service.limits.upload_files,
+            "question_chars": service.limits.question_chars,
+            "top_k": MOST_PASSAGES,
+            "max_tokens": service.limits.answer_tokens,
+        },
+        "suggested": suggestions_for(Path(own.docs)),
+        "tenant": here.name if service.settings.guarded else None,
+        "version": __version__,
+    }
 
 
-def suggestions_for(documents: Path) -> list[Suggestion]:
+def suggestions_for(documents: Path) -> list[dict[str, str | None]]:
     """Suggested questions for the bundled articles; an empty list for any other folder."""
     if not articles.is_bundled(documents) or not articles.QUESTIONS_PATH.exists():
         return []
-    found = []
-    for line in articles.QUESTIONS_PATH.read_text(encoding="utf-8").splitlines():
-        one = json.loads(line)
-        if one["suggested"]:
-            note = "The answer needs more than one document." if len(one["files"]) > 1 else None
-            found.append(Suggestion(question=one["question"], note=note))
-    return found
+    asked = [json.loads(line) for line in articles.QUESTIONS_PATH.read_text(encoding="utf-8").splitlines()]
+    several = "The answer needs more than one document."
+    return [
+        {"question": one["question"], "note": several if len(one["files"]) > 1 else None}
+        for one in asked
+        if one["suggested"]
+    ]
 
 
 # Documents ----------------------------------------------------------------------------------
@@ -165,7 +245,7 @@ async def delete_document(here: Here, request: Request, id: str) -> Response:
         await here.in_thread(here.check_holds, [id])
         raise Problem(403, "read_only", "this document belongs to the folder that the server was started with")
     # Alone, for an answer under way would store the KV of what is deleted again.
-    async with await unless_gone(request, here.service.queue.slot(here.tenant.name, alone="tenant")) as slot:
+    async with await unless_gone(request, here.service.queue.slot(here.name, alone=True)) as slot:
         await slot.in_thread(folder.remove, id)
     here.service.watcher.wake()
     return Response(status_code=204)
@@ -185,7 +265,7 @@ async def passage(here: Here, id: str, number: PassageNumber) -> PassageText:
 async def find(here: Here, request: Request, body: SearchBody) -> FoundPassages:
     """The passages nearest to a question."""
     await _check(here, body)
-    async with await unless_gone(request, here.service.queue.slot(here.tenant.name)) as slot:
+    async with await unless_gone(request, here.service.queue.slot(here.name)) as slot:
         k = body.top_k or here.service.settings.rag.top_k
         return FoundPassages(passages=await slot.in_thread(here.search, body.question, k, body.documents))
 
@@ -231,7 +311,7 @@ async def ask(here: Here, request: Request, body: AskBody) -> Any:
         reasoning_tokens=thought_most,
         stop_repetition=body.stop_repetition,
     )
-    slot = await unless_gone(request, service.queue.slot(here.tenant.name))
+    slot = await unless_gone(request, service.queue.slot(here.name))
     async with slot.kept():
         question = await unless_gone(request, _retrieved(here, model, body, slot, required, level))
         if question is not None:
@@ -245,7 +325,7 @@ async def ask(here: Here, request: Request, body: AskBody) -> Any:
         return slot.holds(engine.stream(question.prompt, timeout=timeout, **arguments), here.took)
 
     async def report(answer: Generation) -> dict[str, Any]:
-        answer = replace(answer, report=here.answered(model, engine, answer.report))
+        answer = replace(answer, report=here.answered(engine, answer.report))
         await slot.leave()  # the model is not needed for what follows
         return await asyncio.to_thread(report_of, engine, question.prompt, answer, question.turns, body.show_prompt)
 
@@ -294,8 +374,8 @@ async def compare(here: Here, request: Request, body: CompareBody) -> EventStrea
     most = service.answer_tokens(body.max_tokens)
     if body.max_tokens is None:  # every method gives all of it
         most = min(most, COMPARED_TOKENS)
-    here.charge([most] * _COMPARED)  # before it waits: slots are emptied for it, whatever becomes of it
-    slot = await unless_gone(request, service.queue.slot(here.tenant.name, alone="server"))
+    here.charge([most] * _COMPARED)  # before it waits: its passes take the model for themselves
+    slot = await unless_gone(request, service.queue.slot(here.name))
     async with slot.kept():
         question = await unless_gone(request, _retrieved(here, model, body, slot, most))
         if question is None:
@@ -429,9 +509,3 @@ async def verification(
     failed for the ``reason`` given.
     """
     return await unless_gone(request, here.verifications.result(id, wait))
-
-
-@router.get("/verifications")
-async def latest(here: Here, model: Name | None = None) -> LatestAnswers:
-    """How many of the latest answers were the full model's word for word, by default the first model's."""
-    return here.verifications.latest(here.service.model_of(model).name)

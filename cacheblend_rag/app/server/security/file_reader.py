@@ -11,7 +11,6 @@ import json
 import logging
 import logging.handlers
 import mimetypes
-import signal
 import subprocess
 import sys
 import threading
@@ -26,18 +25,12 @@ from cacheblend_rag.retrieval.documents import FileBytes, SourceFile, parse
 _log = logging.getLogger(__name__)
 _READY = b"ready\n"
 _LONGEST_HEAD = 1_000
-# Times that the system may end a process with one file before the file is blamed: it may take all memory there is.
-_TRIES = 12
 # In the process that parses: what is said of the file that is being parsed.
 _LOSSES = logging.handlers.BufferingHandler(1_000)
 
 
 class _EndedError(Exception):
-    """The process gave no answer; ``by_system`` says whether it was killed from without."""
-
-    def __init__(self, by_system: bool) -> None:
-        super().__init__()
-        self.by_system = by_system
+    """The process gave no answer."""
 
 
 class FileReader:
@@ -52,7 +45,6 @@ class FileReader:
         self._limits = limits
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
-        self._ended: tuple[str, int] = "", 0  # the latest file with which the system ended a process, and how often
         self._lock = threading.Lock()
 
     def parse(self, file: FileBytes) -> SourceFile:
@@ -74,13 +66,9 @@ class FileReader:
                     if fresh:
                         raise
                     answer = self._ask(file)
-            except _EndedError as ended:
+            except _EndedError:
                 if self._stopped:
                     raise OSError("the server is stopping") from None
-                known, times = self._ended
-                self._ended = file.sha256, times + 1 if known == file.sha256 else 1
-                if ended.by_system and self._ended[1] < _TRIES:
-                    raise OSError("the system has ended the process that reads files") from None
                 message = f"{file.path} cannot be read within the limits of memory and time"
                 raise DocumentError(message) from None
         if "error" in answer:
@@ -91,16 +79,10 @@ class FileReader:
 
     def _ask(self, file: FileBytes) -> dict[str, list[object]]:
         if self._stopped:
-            raise _EndedError(False)
-        process = self._process = self._process or self._started()
+            raise _EndedError
+        process = self._process or self._started()
         requests, answers = cast("IO[bytes]", process.stdin), cast("IO[bytes]", process.stdout)
-        late = threading.Event()
-
-        def end() -> None:
-            late.set()
-            process.kill()
-
-        ends = threading.Timer(self._limits.parse_seconds, end)
+        ends = threading.Timer(self._limits.parse_seconds, process.kill)
         ends.daemon = True
         try:
             ends.start()
@@ -112,7 +94,8 @@ class FileReader:
             if not isinstance(answer, dict) or not isinstance(answer.get("pages", []), list):
                 raise ValueError
         except (OSError, ValueError):
-            raise _EndedError(self.close() == -signal.SIGKILL and not late.is_set()) from None
+            self.close()
+            raise _EndedError from None
         except BaseException:  # its answer would be taken for that to the next file
             self.close()
             raise
@@ -130,9 +113,9 @@ class FileReader:
         """
         limits = self._limits
         arguments = [str(limits.document_chars), str(limits.parse_bytes), str(limits.parse_seconds)]
-        process = subprocess.Popen(**isolated(__name__, arguments), stdin=subprocess.PIPE)
+        process = self._process = subprocess.Popen(**isolated(__name__, arguments), stdin=subprocess.PIPE)
         if cast("IO[bytes]", process.stdout).readline(len(_READY)) != _READY:
-            _end(process)
+            self.close()
             raise OSError("the process that reads files does not start")
         return process
 
@@ -142,31 +125,12 @@ class FileReader:
         if (process := self._process) is not None:
             process.kill()
 
-    def close(self) -> int | None:
-        """End the process; its status, if it had ended before."""
+    def close(self) -> None:
+        """End the process."""
         process, self._process = self._process, None
-        return None if process is None else _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> int | None:
-    """End a process for good; its status, if it had ended by itself or soon does."""
-    _close(process.stdin)  # which ends one that is waiting
-    try:
-        status: int | None = process.wait(1.0)
-    except subprocess.TimeoutExpired:
-        status = None
-        process.kill()
-    _close(process.stdout)
-    process.wait()
-    return status
-
-
-def _close(pipe: IO[bytes] | None) -> None:
-    try:
-        if pipe is not None:
-            pipe.close()
-    except OSError:  # what was not written yet cannot be any more
-        pass
+        if process is not None:
+            process.kill()
+            process.communicate()  # which closes the pipes and waits
 
 
 def main(arguments: list[str]) -> int:

@@ -6,20 +6,18 @@ first to one that holds itself within limits (`sandbox`). A grammar that passes 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 import sys
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 
 from cacheblend_rag.app.server.security.sandbox import confine, isolated
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.grammar import Form, fault_of, schema_error, write_grammar
 from cacheblend_rag.errors import ConfigError
 
-_PASSED = 256  # remembered of a tenant
+_PASSED = 64  # remembered of a tenant
 _DEEPEST = 64
 
 
@@ -33,8 +31,7 @@ class SchemaCheck:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._passed: OrderedDict[bytes, None] = OrderedDict()
-        self._lock = threading.Lock()
+        self._passed = lru_cache(_PASSED)(self._compile_aside)
 
     def check(self, forms: Sequence[Form], field: str) -> None:
         """Compile the schemas of a request elsewhere.
@@ -55,18 +52,9 @@ class SchemaCheck:
         grammar = write_grammar(forms)
         if len(grammar) > self._limits.schema_chars:
             raise ConfigError(field, "…", f"use schemas of at most {self._limits.schema_chars:,} characters together")
-        digest = hashlib.sha256(grammar.encode()).digest()
-        with self._lock:
-            if digest in self._passed:
-                self._passed.move_to_end(digest)
-                return
-        self.compile_aside(grammar, field)
-        with self._lock:
-            self._passed[digest] = None
-            if len(self._passed) > _PASSED:
-                self._passed.popitem(last=False)
+        self._passed(grammar, field)
 
-    def compile_aside(self, grammar: str, field: str) -> None:
+    def _compile_aside(self, grammar: str, field: str) -> None:
         """Compile a grammar in a process of its own; refuse one that is wrong or takes too much."""
         limits = self._limits
         try:

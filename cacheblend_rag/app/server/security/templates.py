@@ -1,12 +1,9 @@
-"""Chat templates within bounds: what a request may hand to one, and how long making a prompt may take."""
+"""Arguments that a request may hand to a chat template."""
 
 from __future__ import annotations
 
-import ctypes
 import inspect
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from jinja2.defaults import DEFAULT_NAMESPACE
@@ -36,41 +33,3 @@ def check_arguments(tokenizer: Any, given: Mapping[str, Any]) -> None:
             remedy = f"use {', '.join(sorted(known))}" if known else "this template takes no arguments: leave it out"
             message = f"chat_template_kwargs has {name[:64]!r}, which the model's chat template does not take; {remedy}"
             raise Problem(400, "bad_value", message, field="chat_template_kwargs")
-
-
-class _OverdueError(BaseException):
-    """The time is over; nothing on the way catches it."""
-
-
-@contextmanager
-def within(seconds: float) -> Iterator[None]:
-    """End what this thread does within this when the time is over.
-
-    Python code is ended between two of its steps, also within a loop. One call of compiled code is not.
-
-    Raises
-    ------
-    Problem
-        400 if the time is over.
-    """
-    thread, lock, over = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False
-
-    def interrupt() -> None:
-        with lock:
-            if not over:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_OverdueError))
-
-    timer = threading.Timer(seconds, interrupt)
-    timer.daemon = True
-    try:
-        try:
-            timer.start()
-            yield
-        finally:
-            timer.cancel()
-            with lock:
-                over = True
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)  # one that was sent and has not come yet
-    except _OverdueError:
-        message = f"making the prompt took longer than {seconds:g} s; send fewer or shorter messages"
-        raise Problem(400, "prompt_timeout", message) from None

@@ -6,17 +6,13 @@ import hmac
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cacheblend_rag.app.server.keys_file import KeysFile, secret_kept
+from cacheblend_rag.app.server.keys_file import KeysFile
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.settings import ServerSettings
-from cacheblend_rag.prompt.registry import ChunkRegistry, WrittenForms
-
-# Characters of chunk texts that are remembered of one tenant.
-_KNOWN = 16_000_000
 
 
 class _Buckets:
@@ -97,51 +93,6 @@ class TokenQuota(_Buckets):
                 f"try again in {wait} s"
             )
             raise Problem(429, "rate_limit_exceeded", message, retry_after=wait)
-
-
-class Tenant:
-    """One who holds a key, with a folder and a salt of its own.
-
-    Parameters
-    ----------
-    name : str
-        As in the settings; only its letters, digits, _ and - are ever part of a path.
-    folder : path
-        Where all that is the tenant's alone is kept.
-    salt : str, optional
-        By default one of its own is drawn and kept in the folder.
-
-    Attributes
-    ----------
-    forms : WrittenForms
-        In which other forms its prompts held texts of its documents.
-    """
-
-    def __init__(self, name: str, folder: Path, salt: str | None = None) -> None:
-        self.name, self.folder = name, folder
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.salt = secret_kept(folder / "salt", 16) if salt is None else salt
-        self.forms = WrittenForms(_KNOWN)
-        self._known: ChunkRegistry | None = None
-        self.texts: Callable[[], Iterable[str]] = lambda: ()
-        """The texts of its documents."""
-        self._lock = threading.Lock()
-
-    def forget(self) -> None:
-        """Forget the texts of the tenant's documents; they are read again when needed."""
-        with self._lock:
-            self._known = None
-
-    @property
-    def known(self) -> ChunkRegistry:
-        """Texts of its documents, read when they are first wanted.
-
-        Those of another tenant must not show in how a prompt is split.
-        """
-        with self._lock:
-            if self._known is None:
-                self._known = ChunkRegistry(_KNOWN, self.texts(), self.forms)
-            return self._known
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 
@@ -19,19 +19,14 @@ from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.report import BlendReport
 
 _T = TypeVar("_T")
-Alone: TypeAlias = Literal["", "tenant", "server"]
-"""Those who are not served meanwhile: nobody, others of the tenant, or all others."""
-
 # Weight of the newest request in the mean time of one.
 _NEWEST = 0.2
 # Seconds that a request counts for at least, so that those that take no time take turns, too.
 _LEAST = 0.01
-# Seconds for which a request that must be alone keeps others waiting until those that are served have ended.
-_DRAIN = 10.0
 
 
 class Slot:
-    """A slot at the model, or all of them. Leaving ends all that still runs in it, and lets the next request in."""
+    """A slot at the model. Leaving ends all that still runs in it, and lets the next request in."""
 
     def __init__(self, queue: AdmissionQueue, tenant: str, request: _Request) -> None:
         self._queue, self._tenant, self._request = queue, tenant, request
@@ -124,7 +119,7 @@ class _Request:
     """A request that waits or is served."""
 
     tenant: _Tenant
-    alone: Alone
+    alone: bool
     admitted: asyncio.Future[None]
     expected: float = 0.0  # seconds of the model
 
@@ -168,7 +163,6 @@ class AdmissionQueue:
         """Requests that are served now."""
         self._tenants: dict[str, _Tenant] = {}
         self._level = 0.0  # time that the tenant had spent whose request was started last
-        self._drain: tuple[_Request, float] | None = None  # for which the slots are emptied, and since when
         self._mean, self._moved = 1.0, self.clock()
 
     @property
@@ -185,14 +179,14 @@ class AdmissionQueue:
         """Seconds after which there will probably be room again."""
         return max(1, min(300, math.ceil(self._mean * (self.waiting + 1) / self._slots)))
 
-    async def slot(self, tenant: str, *, alone: Alone = "") -> Slot:
+    async def slot(self, tenant: str, *, alone: bool = False) -> Slot:
         """Wait for a slot.
 
         Parameters
         ----------
         tenant : str
-        alone : {"", "tenant", "server"}
-            Those who are not served meanwhile. ``"server"`` takes all slots.
+        alone : bool
+            Whether no other request of the tenant is served meanwhile.
 
         Raises
         ------
@@ -206,7 +200,7 @@ class AdmissionQueue:
             )
         return Slot(self, tenant, await self.admit(tenant, alone))
 
-    async def admit(self, tenant: str, alone: Alone) -> _Request:
+    async def admit(self, tenant: str, alone: bool) -> _Request:
         """Wait for a slot after all waiting requests of this tenant, without a limit on their number.
 
         Raises
@@ -228,7 +222,6 @@ class AdmissionQueue:
                 self._withdraw(one, 0.0)
             else:
                 mine.waiting.remove(one)
-                self._pay_for_emptying(one)
             self._admit_next()
             if isinstance(error, TimeoutError):
                 retry = self.retry_after()
@@ -257,25 +250,18 @@ class AdmissionQueue:
         tenant = request.tenant
         tenant.waiting.popleft()
         tenant.served.append(request)
-        self._free -= self._slots if request.alone == "server" else 1
+        self._free -= 1
         self.served += 1
         self._level = max(self._level, tenant.spent)
-        self._pay_for_emptying(request)
         request.expected = tenant.mean
         tenant.spent += request.expected
         self._moved = self.clock()
         if not request.admitted.done():  # else its client is just about to leave, and withdraws it
             request.admitted.set_result(None)
 
-    def _pay_for_emptying(self, request: _Request) -> None:
-        """Charge the time in which no other request could use the slots, even without service."""
-        if self._drain is not None and self._drain[0] is request:
-            request.tenant.spent += self.clock() - self._drain[1]
-            self._drain = None
-
     def _withdraw(self, request: _Request, spent: float) -> None:
         request.tenant.served.remove(request)
-        self._free += self._slots if request.alone == "server" else 1
+        self._free += 1
         self.served -= 1
         request.tenant.spent += spent - request.expected
 
@@ -286,34 +272,15 @@ class AdmissionQueue:
 
     def _next(self) -> _Request | None:
         """The request to be started next; None if all must wait longer."""
-        for tenant in sorted((one for one in self._tenants.values() if one.waiting), key=lambda one: one.spent):
-            first = tenant.waiting[0]
-            if self._fits(first):
-                return first
-            if first.alone == "server" and self._drains_for(first):
-                return None
-        return None
+        waiting = sorted((one for one in self._tenants.values() if one.waiting), key=lambda one: one.spent)
+        return next((one.waiting[0] for one in waiting if self._fits(one.waiting[0])), None)
 
     def _fits(self, request: _Request) -> bool:
         served = request.tenant.served
-        if request.alone == "server":
-            return self._free == self._slots
-        if request.alone == "tenant":
+        if request.alone:
             return not served
         most = self._slots  # that one tenant may have now
         if self._known() >= 2:
             wanting = sum(bool(one.waiting or one.served) for one in self._tenants.values())
             most = max(1, min(self._slots // 2, math.ceil(self._slots / wanting)))
         return len(served) < most and not any(one.alone for one in served)
-
-    def _drains_for(self, request: _Request) -> bool:
-        """Whether others wait until all slots are free; not for long, since an answer may take minutes."""
-        now = self.clock()
-        if self._drain is None or self._drain[0] is not request:
-            self._drain = request, now
-            asyncio.get_running_loop().call_later(_DRAIN, self._admit_next)
-        if now < self._drain[1] + _DRAIN:
-            return True
-        self._drain = None
-        request.tenant.spent = max(request.tenant.spent, self._level) + _DRAIN  # others go first
-        return False

@@ -25,6 +25,7 @@ from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.retrieval.documents import FileBytes, SourceFile, list_files
 from cacheblend_rag.retrieval.index import FolderIndex, IndexReport, file_state
+from cacheblend_rag.retrieval.vectorstore import Filter
 from cacheblend_rag.retrieval.words import Found
 
 _log = logging.getLogger(__name__)
@@ -136,8 +137,9 @@ class Folder:
         """Passages that may answer a question, of all documents or of some."""
         if not len(self._index.store):
             return []
-        chosen = None if documents is None else {path for path in self._index.passages if self._id(path) in documents}
-        found = self._index.store.candidates(question, vector, k, sources=chosen)
+        chosen = {path for path in self._index.passages if documents is None or self._id(path) in documents}
+        among: Filter | None = None if documents is None else (lambda one: one.metadata["source"] in chosen)
+        found = self._index.store.candidates(question, vector, k, among)
         present = [one for one in found if Path(self.path, one[0].metadata["source"]).is_file()]
         return [(self._hit(document, far), far, shared) for document, far, shared in present]
 

@@ -53,16 +53,6 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-class _TextFormatter(logging.Formatter):
-    """A line of the access log for people."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter.format`."""
-        fields: dict[str, object] = getattr(record, "fields", {})
-        pairs = [f"{name}={value}" for name, value in fields.items() if value is not None]
-        return " ".join([self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"), *pairs, f"request={request_id.get()}"])
-
-
 def configure_logs(access: str = "json") -> None:
     """Write the process's logs in this form.
 
@@ -74,14 +64,7 @@ def configure_logs(access: str = "json") -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    requests = logging.getLogger(ACCESS_LOG)
-    requests.disabled, requests.propagate = access == "off", access == "json"
-    for one in list(requests.handlers):
-        requests.removeHandler(one)
-    if access == "text":
-        lines = logging.StreamHandler(sys.stderr)
-        lines.setFormatter(_TextFormatter())
-        requests.addHandler(lines)
+    logging.getLogger(ACCESS_LOG).disabled = access == "off"
     for name in ("uvicorn", "uvicorn.error", "httpx", "sentence_transformers"):
         logging.getLogger(name).setLevel(logging.WARNING)
 

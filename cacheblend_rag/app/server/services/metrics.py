@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -137,47 +136,37 @@ def _store_metrics(stats: StoreStats | None) -> Iterator[Metric]:
 class _Tenants:
     """Counts of each tenant's keys. Clients name neither, and the number of both is bounded."""
 
-    FAMILIES = (
-        ("requests", "Requests of a key.", "status"),
-        ("tokens", "Tokens of a key: of prompts, read from the store, answered.", "kind"),
-        ("chunks", "Chunks of prompts of a key, read from the store or not.", "found"),
-        ("bytes", "Bytes of bodies of a key's requests, and of their answers.", "direction"),
-    )
-
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
-        self._lock = threading.Lock()
+        self._registry, self._known = CollectorRegistry(), set[tuple[str, str]]()
+
+        def counter(name: str, text: str, label: str) -> Counter:
+            return Counter(f"{_PREFIX}tenant_{name}", text, ("tenant", "key", label), registry=self._registry)
+
+        self._requests = counter("requests", "Requests of a key.", "status")
+        self._tokens = counter("tokens", "Tokens of a key: of prompts, read from the store, answered.", "kind")
+        self._chunks = counter("chunks", "Chunks of prompts of a key, read from the store or not.", "found")
+        self._bytes = counter("bytes", "Bytes of bodies of a key's requests, and of their answers.", "direction")
 
     def count(self, one: ServedRequest) -> None:
         """Count one request."""
         if one.caller is None or one.caller.tenant is None:
             return
-        added = {
-            ("requests", f"{one.status // 100}xx"): 1,
-            ("tokens", "prompt"): one.prompt_tokens,
-            ("tokens", "reused"): one.reused_tokens,
-            ("tokens", "generated"): one.generated_tokens,
-            ("chunks", "hit"): one.hits,
-            ("chunks", "miss"): one.misses,
-            ("bytes", "in"): one.bytes_in,
-            ("bytes", "out"): one.bytes_out,
-        }
-        with self._lock:
-            whose = one.caller.tenant, one.caller.key
-            if whose not in self._counts and len(self._counts) >= _MOST_KEYS:
-                whose = _OTHERS
-            counts = self._counts.setdefault(whose, {})
-            for name, more in added.items():
-                counts[name] = counts.get(name, 0) + more
+        whose = one.caller.tenant, one.caller.key
+        if whose not in self._known and len(self._known) >= _MOST_KEYS:
+            whose = _OTHERS
+        self._known.add(whose)
+        self._requests.labels(*whose, f"{one.status // 100}xx").inc()
+        self._tokens.labels(*whose, "prompt").inc(one.prompt_tokens)
+        self._tokens.labels(*whose, "reused").inc(one.reused_tokens)
+        self._tokens.labels(*whose, "generated").inc(one.generated_tokens)
+        self._chunks.labels(*whose, "hit").inc(one.hits)
+        self._chunks.labels(*whose, "miss").inc(one.misses)
+        self._bytes.labels(*whose, "in").inc(one.bytes_in)
+        self._bytes.labels(*whose, "out").inc(one.bytes_out)
 
     def families(self, only: str | None) -> Iterator[Metric]:
         """The metrics of one tenant or of all."""
-        with self._lock:
-            shown = {whose: dict(counts) for whose, counts in self._counts.items() if only in (None, whose[0])}
-        for name, text, label in self.FAMILIES:
-            family = CounterMetricFamily(f"{_PREFIX}tenant_{name}", text, labels=["tenant", "key", label])
-            for whose, counts in shown.items():
-                for (of, value), count in counts.items():
-                    if of == name:
-                        family.add_metric([*whose, value], count)
+        for family in self._registry.collect():
+            shown = [one for one in family.samples if only in (None, one.labels["tenant"])]
+            family.samples = [one for one in shown if not one.name.endswith("_created")]
             yield family

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
+from functools import lru_cache
 from typing import Any
 
 from cacheblend_rag.app.server.problems import Problem
@@ -57,22 +56,11 @@ class ServedModel:
         if not template:
             engine.tokenizer.chat_template = _PLAIN_TEMPLATE  # a tokenizer of our own
         self.question_prompt = QuestionPrompt(engine.tokenizer, template)
-        # Those that were used last; a request holds the one that it uses.
-        self._engines: OrderedDict[tuple[Any, ...], BlendEngine] = OrderedDict()
-        self._making = threading.RLock()
-
-    def engine_for(self, salt: str, ratio: float | None, rule: str | None) -> BlendEngine:
-        """The engine with a tenant's salt and a request's rule and ratio. Without keys, all requests share one salt."""
-        key = salt, ratio, rule
-        with self._making:
-            if key not in self._engines:
-                self._engines[key] = self._made(*key)
-            self._engines.move_to_end(key)
-            while len(self._engines) > _ENGINES:
-                self._engines.popitem(last=False)
-            return self._engines[key]
+        self.engine_for = lru_cache(_ENGINES)(self._made)
+        """`_made`, of those that were used last; a request holds the one that it uses."""
 
     def _made(self, salt: str, ratio: float | None, rule: str | None) -> BlendEngine:
+        """The engine with a tenant's salt and a request's rule and ratio. Without keys, all requests share one salt."""
         if rule is None and ratio is None:
             return self.engine if salt == self.engine.config.salt else self.engine.of_tenant(salt)
         # The choice is to be seen: neither what was remembered, nor a prefill that is sooner.

@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 
 from cacheblend_rag.app.collection import is_bundled
 from cacheblend_rag.app.folder_rag import FolderRAG
+from cacheblend_rag.app.server.keys_file import secret_kept
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.security.file_reader import FileReader
 from cacheblend_rag.app.server.security.grammars import SchemaCheck
-from cacheblend_rag.app.server.security.tenants import Keys, Tenant, TokenQuota
+from cacheblend_rag.app.server.security.tenants import Keys, TokenQuota
 from cacheblend_rag.app.server.services.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.services.folders import DocumentEntry, Folder, SearchHit, Watcher, shown_name
 from cacheblend_rag.app.server.services.logs import ServedRequest, served
@@ -29,6 +30,7 @@ from cacheblend_rag.app.server.settings import ServerSettings, without_folders
 from cacheblend_rag.config import DEFAULT_MODEL, DEFAULT_NEW_TOKENS
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError
+from cacheblend_rag.prompt.registry import ChunkRegistry, WrittenForms
 from cacheblend_rag.prompt.repeated import RepeatedTexts
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.retrieval.index import IndexReport
@@ -36,6 +38,7 @@ from cacheblend_rag.retrieval.words import fused
 from cacheblend_rag.store.base import KVStore, StoreStats
 
 _T = TypeVar("_T")
+_KNOWN = 16_000_000  # characters of chunk texts that are remembered of one tenant
 _CONCURRENT = 4  # answers under way at once, where nothing else is said
 # Seconds in which a thread must be free for the server to be ready.
 _THREAD_SECONDS = 3.0
@@ -68,25 +71,19 @@ def open_service(
         try:
             # On a GPU steps of several have not been measured.
             concurrent = settings.concurrent or (_CONCURRENT if rag.engine.adapter.device.type == "cpu" else 1)
-            return Service(settings, rag, reader, _served_models(settings, rag, concurrent), concurrent, ids)
+            models: dict[str, ServedModel] = {}
+            for name, model in settings.models.items():  # the first is loaded already
+                engine = (rag.also(model) if models else rag.engine).with_config(max_concurrent=concurrent)
+                if settings.find_repeated:
+                    engine = engine.of_tenant(engine.config.salt, RepeatedTexts())
+                models[name] = ServedModel(name, engine, settings.limits, model == DEFAULT_MODEL)
+            return Service(settings, rag, reader, models, concurrent, ids)
         except BaseException:
             rag.close()
             raise
     except BaseException:
         reader.close()
         raise
-
-
-def _served_models(settings: ServerSettings, rag: FolderRAG, concurrent: int) -> dict[str, ServedModel]:
-    """All models by their names; the first is loaded already."""
-    made: dict[str, ServedModel] = {}
-    for name, model in settings.models.items():
-        engine = rag.also(model) if made else rag.engine
-        engine = engine.with_config(max_concurrent=concurrent)
-        if settings.find_repeated:
-            engine = engine.of_tenant(engine.config.salt, RepeatedTexts())
-        made[name] = ServedModel(name, engine, settings.limits, model == DEFAULT_MODEL)
-    return made
 
 
 class Service:
@@ -278,12 +275,23 @@ class Session:
 
     Everyone reads the base folder. Uploads go into a folder of the tenant's own; without keys that is the base folder
     itself, unless it cannot be written.
+
+    Parameters
+    ----------
+    service : Service
+    name : str
+        The tenant's, as in the settings; only its letters, digits, _ and - are ever part of a path.
     """
 
     def __init__(self, service: Service, name: str) -> None:
-        self.service, settings = service, service.settings
-        data, salt = settings.documents_path, None if settings.guarded else service.engine.config.salt
-        self.tenant = Tenant(name, data / "tenants" / name if settings.guarded else data, salt)
+        self.service, self.name, settings = service, name, service.settings
+        self.folder, self.salt = settings.documents_path, service.engine.config.salt
+        if settings.guarded:
+            self.folder = self.folder / "tenants" / name
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.salt = secret_kept(self.folder / "salt", 16)
+        self._forms, self._lock = WrittenForms(_KNOWN), threading.Lock()
+        self._known: ChunkRegistry | None = None
         self.verifications = AnswerVerifications(
             service.ids, lambda found: service.metrics.verification(found), lambda: service.stopping
         )
@@ -292,14 +300,25 @@ class Session:
         self.own = self._own_folder()
         """The folder that this tenant may change; None if none can be written."""
         self.folders = [service.base] if self.own in (None, service.base) else [service.base, self.own]
-        self.tenant.texts = lambda: [text for one in self.folders for text in one.texts()]
+
+    @property
+    def known(self) -> ChunkRegistry:
+        """Texts of the tenant's documents, read when they are first wanted.
+
+        Those of another tenant must not show in how a prompt is split.
+        """
+        with self._lock:
+            if self._known is None:
+                texts = [text for one in self.folders for text in one.texts()]
+                self._known = ChunkRegistry(_KNOWN, texts, self._forms)
+            return self._known
 
     def _own_folder(self) -> Folder | None:
         service = self.service
         guarded, docs = service.settings.guarded, service.settings.rag.docs
         if not guarded and not service.bundled and os.access(docs, os.W_OK):
             return service.base
-        folder = self.tenant.folder / "documents"
+        folder = self.folder / "documents"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -314,13 +333,14 @@ class Session:
 
     def _forget(self, texts: Sequence[str]) -> None:
         """Erase the KV of texts that are in no file of this tenant's any more."""
-        written = [*texts, *self.tenant.forms.find(texts)]
+        written = [*texts, *self._forms.find(texts)]
         for model in self.service.models.values():
             self.engine(model).chunks.forget(written)
 
     def changed(self, report: IndexReport) -> None:
         """Take note of a folder that changed."""
-        self.tenant.forget()
+        with self._lock:
+            self._known = None
         if report.forgotten:  # answers may be made from what is gone
             self.verifications.forget_texts()
 
@@ -340,7 +360,7 @@ class Session:
         Problem
             429 with the time until there are so many, or 400 if there never are.
         """
-        self.service.quota.check(self.tenant.name, tokens)
+        self.service.quota.check(self.name, tokens)
 
     def charge(self, answers: Sequence[int]) -> None:
         """Take the tokens of a request from the tenant's quota; unused tokens are returned when it ends.
@@ -355,16 +375,16 @@ class Session:
         Problem
             As of `check_quota`.
         """
-        self.service.quota.charge(self.tenant.name, sum(answers))
+        self.service.quota.charge(self.name, sum(answers))
         one = served.get()
         one.charged += sum(answers)
         one.unfinished += len(answers)
 
-    def answered(self, model: ServedModel, engine: BlendEngine, report: BlendReport) -> BlendReport:
+    def answered(self, engine: BlendEngine, report: BlendReport) -> BlendReport:
         """Count an answer that came to its end; its report as clients see it."""
         self.took(report)
         served.get().unfinished -= 1
-        return self.verifications.note(model.name, engine, report)
+        return self.verifications.note(engine, report)
 
     def took(self, report: BlendReport) -> None:
         """Count what an answer of the request that is served here took, once, whether it came to its end or not."""
@@ -373,7 +393,7 @@ class Session:
 
     def engine(self, model: ServedModel, ratio: float | None = None, rule: str | None = None) -> BlendEngine:
         """A model's engine with this tenant's salt."""
-        return model.engine_for(self.tenant.salt, ratio, rule)
+        return model.engine_for(self.salt, ratio, rule)
 
     def documents(self) -> list[DocumentEntry]:
         """All documents, and files on their way."""

@@ -1,38 +1,22 @@
-"""Verification of one tenant's answers: the results of answers that waited, and counts of the latest answers."""
+"""Verification of one tenant's answers: the results of answers that waited."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.report import BlendReport, Verification
 
-LATEST = 200
-"""Answers of a model that are counted."""
 _REMEMBERED = 1_000
 # Seconds after which a request that waits looks whether the server stops.
 _LOOKING = 0.5
-
-
-@dataclass(frozen=True)
-class LatestAnswers:
-    """Counts of the latest answers of a model that were verified, up to 200.
-
-    ``same`` of ``answers`` were the full model's word for word, the others were corrected. They are those of the key's
-    tenant, since the server started. ``waiting`` counts answers of all models that are still to be checked.
-    """
-
-    model: str
-    answers: int
-    same: int
-    waiting: int
 
 
 class AnswerVerifications:
@@ -51,38 +35,29 @@ class AnswerVerifications:
     def __init__(self, ids: str, count: Callable[[Verification], object], stops: Callable[[], bool]) -> None:
         self._ids, self._count, self._stops = ids, count, stops
         self._results = OrderedDict[str, Future[Verification]]()
-        self._waiting = set[str]()
-        self._latest: dict[str, deque[bool]] = {}
         self._lock = threading.Lock()
 
-    def note(self, model: str, engine: BlendEngine, report: BlendReport) -> BlendReport:
+    def note(self, engine: BlendEngine, report: BlendReport) -> BlendReport:
         """Take note of an answer; its report with the id by which this server is asked.
 
         Parameters
         ----------
-        model : str
-            Name of the model that answered.
         engine : BlendEngine
-            It, or a view of it.
+            The one that answered, or a view of it.
         report : BlendReport
         """
         found = report.verification
         if found.status != "waiting":
-            self._add(model, found)
             return report
         shown, result = replace(found, id=self._ids + found.id), Future[Verification]()
         result.set_running_or_notify_cancel()  # requests that wait for it cannot cancel it
         with self._lock:
             self._results[shown.id] = result
-            self._waiting.add(shown.id)
             while len(self._results) > _REMEMBERED:
                 self._results.popitem(last=False)
 
         def done(found: Verification) -> None:
-            self._add(model, found)
             self._count(found)
-            with self._lock:
-                self._waiting.discard(shown.id)
             result.set_result(replace(found, id=shown.id))
 
         engine.verifications.call_when_done(found.id, done)
@@ -112,14 +87,3 @@ class AnswerVerifications:
             for id, one in list(self._results.items()):
                 if one.done() and one.result().status == "corrected":
                     del self._results[id]
-
-    def latest(self, model: str) -> LatestAnswers:
-        """Counts of a model."""
-        with self._lock:
-            answers = self._latest.get(model, ())
-            return LatestAnswers(model, len(answers), sum(answers), len(self._waiting))
-
-    def _add(self, model: str, found: Verification) -> None:
-        if found.done and not found.reason:  # full prefill's own answers say nothing
-            with self._lock:
-                self._latest.setdefault(model, deque(maxlen=LATEST)).append(found.status == "verified")
