@@ -15,7 +15,6 @@ import dataclasses
 import logging
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -138,7 +137,7 @@ class PromptCache:
         self._lock = threading.Lock()
         self._kept: list[KeptPrompt] = []  # the one used last is the last
         self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()
-        self._asked: deque[tuple[PromptKind, tuple[int, ...]]] = deque(maxlen=_REMEMBERED)
+        self._asked: list[tuple[PromptKind, tuple[int, ...]]] = []
         self._closed = False
         self.tenants: Callable[[], int] = lambda: 1
         """How many there are. Each has an even part, and no more while others ask nothing: that would show."""
@@ -197,14 +196,16 @@ class PromptCache:
             Say what was forgotten since the prompt came; with some of that, it is not kept.
         """
         with self._lock:
-            if self._closed or any(holds(prompt.texts, prompt.token_ids) for holds in forgotten):
+            most = limit // self.tenants()
+            gone = any(holds(prompt.texts, prompt.token_ids) for holds in forgotten)
+            if self._closed or gone or held_bytes(prompt.cache) > most:  # for one too large, no others are dropped
                 return
             if any(one.whole and one.stands_for(prompt) for one in self._kept):
                 return
             kept = [one for one in self._kept if not prompt.stands_for(one)] + [prompt]
-            for salt, most in ((prompt.kind.salt, limit // self.tenants()), (None, limit)):
+            for salt, bound in ((prompt.kind.salt, most), (None, limit)):
                 held = [one for one in kept if salt in (None, one.kind.salt)]
-                while held and sum(held_bytes(one.cache) for one in held) > most:
+                while sum(held_bytes(one.cache) for one in held) > bound:
                     kept.remove(held.pop(0))
             self._kept = kept
 
@@ -213,8 +214,8 @@ class PromptCache:
         with self._lock:
             found = max((common_length(ids, known) for of, known in self._asked if of == kind), default=0)
             mine = [one for one in self._asked if one[0].salt == kind.salt]
-            if len(mine) >= max(1, _REMEMBERED // self.tenants()):
-                self._asked.remove(mine[0])
+            for one in mine[: max(0, len(mine) + 1 - max(1, _REMEMBERED // self.tenants()))]:
+                self._asked.remove(one)  # never another tenant's, however many there are
             self._asked.append((kind, tuple(ids)))
         return found
 
@@ -232,7 +233,7 @@ class PromptCache:
                 if salt in (None, ticket.kind.salt):
                     ticket.forgotten.append(holds)
             self._kept = [one for one in self._kept if not goes(one)]
-            self._asked = deque((one for one in self._asked if salt not in (None, one[0].salt)), _REMEMBERED)
+            self._asked = [one for one in self._asked if salt not in (None, one[0].salt)]
 
     def close(self) -> None:
         """Drop all, and keep nothing any more."""
@@ -438,7 +439,7 @@ class Ticket:
 
     def _keep_state(self, split: TokenizedPrompt, ids: tuple[int, ...], cache: Any) -> None:
         """Keep a copy of a cache that has read these ids, and nothing else."""
-        if len(ids) < LEAST_STATE or held_bytes(cache) > self._limit:
+        if len(ids) < LEAST_STATE or held_bytes(cache) > self._limit // self._cache.tenants():
             return
         try:
             copied = copy.deepcopy(cache)

@@ -300,6 +300,8 @@ class Verifications:
         self._under_way: _Waiting | None = None
         self._thread: threading.Thread | None = None
         self._closed, self._unwanted = False, dict[str, str]()  # why a check under way is given up, by its id
+        self.tenants: Callable[[], int] = lambda: 1
+        """How many there are. Each has an even part of the answers that may wait."""
         self.storing = threading.Lock()
         """Held while a check stores something; nothing is stored for a check that was given up before."""
 
@@ -365,13 +367,14 @@ class Verifications:
         Returns
         -------
         Verification
-            Its status is ``"waiting"``, or ``"given up"`` if too many wait.
+            Its status is ``"waiting"``, or ``"given up"`` if too many of the tenant's wait.
         """
         one = _Waiting(uuid.uuid4().hex, check, salt, frozenset(texts))
+        most = max(1, _WAITING // self.tenants())
         with self._lock:
-            if self._closed or len(self._waiting) >= _WAITING:
+            if self._closed or sum(other.salt == salt for other in self._waiting) >= most:
                 self._add(given_up=1)
-                reason = "the engine was closed" if self._closed else f"{_WAITING} answers wait to be checked"
+                reason = "the engine was closed" if self._closed else f"{most} answers wait to be checked"
                 return Verification("given up", reason=reason)
             if self._thread is None or not self._thread.is_alive():  # after a fork it is not
                 thread = AnswerThread(target=self._work, name="verification", daemon=True)

@@ -9,6 +9,7 @@ import torch
 
 from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.engine.grammar import Form, Grammar
+from cacheblend_rag.engine.prompt_cache import PromptCache, PromptKind
 from cacheblend_rag.prompt.tokenizer import common_length
 from tests import tiny
 from tests.pairwise import others_slow
@@ -185,6 +186,13 @@ def test_limit_drops_what_was_used_least_recently() -> None:
         tiny_one = engine.with_config(prompt_cache=size // 2)
         tiny_one.generate(texts[3], max_new_tokens=2)
         assert tiny_one.fuse(texts[3]).report.resumed_tokens == 0
+        assert small.fuse(texts[2]).report.resumed_tokens > 0, "for one that is too large, no other is dropped"
+
+
+def test_tenants_drop_none_of_the_prompts_that_others_are_compared_with() -> None:
+    prompts, kinds = PromptCache(), [PromptKind(f"tenant {number}", "model", "rule") for number in range(40)]
+    prompts.tenants = lambda: len(kinds)
+    assert [prompts.repeated(kind, [1, 2, 3]) for kind in kinds * 2] == [0] * 40 + [3] * 40
 
 
 def test_check_begins_with_exact_kv_and_leaves_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.engine.turns import Turns
-from cacheblend_rag.engine.verification import VerificationStatus
+from cacheblend_rag.engine.verification import Verifications, VerificationStatus
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.report import Generation, Verification
 from tests.engine.test_verification import assert_corrected, plain, reused
@@ -101,7 +101,7 @@ def test_closing_gives_up_what_waits_and_says_so(begun: threading.Event, caplog:
     found = [engine.verifications.result(one.verification.id) for one in answers]
     assert {(one.status, one.reason) for one in found if one} == {("given up", "the engine was closed")}
     assert engine.verifications.status == VerificationStatus(given_up=3)
-    assert "3 answers were still to be checked, and are not" in caplog.text
+    assert "3 answers were still to be checked, but were not" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -151,6 +151,20 @@ def test_share_of_answers_is_checked() -> None:
     assert {(one.status, one.reason) for one in answers if one not in waiting} == {
         ("off", "verify_share leaves it out")
     }
+
+
+def test_tenant_has_an_even_part_of_the_answers_that_may_wait() -> None:
+    checks, going = Verifications(), threading.Event()
+    checks.tenants = lambda: 2
+
+    def check(cancelled: Callable[[], bool]) -> Verification:
+        return Verification("verified" if going.wait(60) else "off")
+
+    found = [checks.submit(check, salt) for salt in ["ada"] * 40 + ["ben"]]
+    going.set()
+    assert [one.status for one in found[32:]] == [*{found[32].status}, *["given up"] * 7, "waiting"]
+    assert found[39].reason == "32 answers wait to be checked"
+    checks.wait()
 
 
 # Given up before its time ------------------------------------------------------------------------

@@ -48,12 +48,12 @@ def test_damaged_salt_is_put_aside_and_another_drawn(tmp_path: Path, caplog: pyt
     path = tmp_path / "salt"
     first = secret_kept(path, 16)
     assert secret_kept(path, 16) == first
-    for damage in (b"\xff\x00\x80", first[:-1].encode(), b"no salt"):
+    for damage in (b"\xff\x00\x80", first[:-1].encode(), first[:-2].encode(), b"no salt"):
         path.write_bytes(damage)
         drawn = secret_kept(path, 16)
         assert (len(drawn), secret_kept(path, 16)) == (32, drawn)
         assert (tmp_path / "salt.damaged").read_bytes() == damage
-    assert caplog.text.count("is damaged") == 3
+    assert caplog.text.count("is damaged") == 4
 
 
 def take_out(folder: Path, *names: str) -> None:

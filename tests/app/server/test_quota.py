@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -15,6 +14,7 @@ from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.security.tenants import RequestQuota, TokenQuota
 from cacheblend_rag.app.server.services.logs import ACCESS_LOG
 from cacheblend_rag.app.server.settings import Limits
+from cacheblend_rag.calibration.quality import Methods
 from tests.app.server.common import Running, client_of, running, settings_for
 from tests.waiting import Clock, until
 
@@ -177,11 +177,22 @@ def test_every_way_to_the_model_is_counted(server: Running, ended: Callable[[int
     assert server.service.queue.served == 0
 
 
-def test_comparison_is_paid_for_from_its_wait_on(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.service.queue, "slot", AsyncMock(side_effect=Problem(499, "client_gone", "it has left")))
+def test_comparison_is_charged_once_and_costs_nothing_if_it_is_refused(
+    server: Running, ended: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quota = server.service.quota = Quota(3 * SIZE)
     with client_of(server, KEYS["ada"]) as client:
-        assert client.post("/api/compare", json={"question": "Which?", "max_tokens": 20}).status_code == 499
-    settled(server, SIZE - 80)
+        for used, tokens, status in ((0, 400, 400), (0, 460, 400), (3 * SIZE - 100, 1, 429)):
+            quota.charge("ada", used)
+            body = {"question": "Which?", "max_tokens": tokens, "top_k": 1}
+            assert client.post("/api/compare", json=body).status_code == status
+        ended(3)
+        assert quota.left() == 100
+        server.service.quota = quota = Quota(10 * SIZE)
+        monkeypatch.setattr(Methods, "compare", lambda *given: iter(()))  # as if its client had left at once
+        client.post("/api/compare", json={**body, "max_tokens": 20})
+        ended(4)
+        assert quota.left() < 10 * SIZE - 4 * (20 + 60), "answers and prompts"
 
 
 def test_refused_request_costs_no_quota_and_holds_no_slot(server: Running, ended: Callable[[int], None]) -> None:

@@ -80,6 +80,7 @@ def test_answer_is_asked_for_by_its_id(guarded: Running, held: threading.Event) 
         assert (waiting["fidelity"], found["fidelity"]) == ("approximate", "corrected")
         assert words(first)[: found["position"]] + found["after"] == words(full)
         assert ada.get(path).json() == found
+        assert guarded.service.engine.verifications.tenants() == 2
         theirs, unknown = ben.get(path), ben.get("/api/answers/nothing/verification")
         assert (theirs.status_code, theirs.json()) == (unknown.status_code, unknown.json())
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "no_verification")

@@ -374,13 +374,13 @@ async def compare(here: Here, request: Request, body: CompareBody) -> EventStrea
     most = service.answer_tokens(body.max_tokens)
     if body.max_tokens is None:  # every method gives all of it
         most = min(most, COMPARED_TOKENS)
-    here.charge([most] * _COMPARED)  # before it waits: its passes take the model for themselves
+    here.check_quota(most * _COMPARED)
     slot = await unless_gone(request, service.queue.slot(here.name))
     async with slot.kept():
         question = await unless_gone(request, _retrieved(here, model, body, slot, most))
         if question is None:
             raise Problem(409, "no_documents", _NO_DOCUMENTS)
-        here.charge([question.tokens] * _COMPARED)
+        here.charge([question.tokens + most] * _COMPARED)
 
     async def rows() -> AsyncIterator[str]:
         compared = Methods(engine, question.prompt).compare(most, service.limits.answer_seconds)

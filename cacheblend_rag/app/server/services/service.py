@@ -109,7 +109,8 @@ class Service:
             concurrent, self.limits.queue, self.limits.queue_seconds, lambda: len(self.sessions)
         )
         for model in models.values():
-            model.engine.prompts.tenants = lambda: max(1, len(self.sessions))
+            for part in (model.engine.prompts, model.engine.verifications):
+                part.tenants = lambda: max(1, len(self.sessions))
         self.metrics = Metrics(lambda: self.queue.waiting, lambda: self.queue.served, self.store_stats)
         _log.info("reading the documents; the server listens once they are indexed")
         self.base = Folder(rag.index, self.longest, self._changed)
