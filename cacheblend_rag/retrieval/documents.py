@@ -52,6 +52,8 @@ _FIRST_ROWS = 20
 _SEPARATOR = re.compile(r'\s*"?sep=(.)"?[ \t]*\r?\n', re.IGNORECASE)
 # Characters of a cell that is written once, however many rows high it is.
 _LONG_CELL = 200
+# Cells and elements that rows of a page may repeat; and characters of a file's values, each with its names.
+_MOST_REPEATED, _MOST_NAMED = 100_000, 100_000_000
 # Elements that a browser does not show.
 _UNSEEN = ("head", "script", "style", "template", "noscript", "iframe", "object", "svg", "math", "select", "textarea")
 # Blocks that the converter takes for a part of the line; browsers begin a new one.
@@ -179,6 +181,7 @@ def _warn(name: str, left_out: Iterable[str]) -> None:
 
 def _fill_rows(soup: Any) -> None:
     """Write a cell that is several rows high into each of them, or all after it would stand in other columns."""
+    left = _MOST_REPEATED
     for table in (one for one in soup.find_all("table") if one.find(rowspan=True)):
         high: dict[int, tuple[int, Any]] = {}  # by column, rows to come and the cell
         for row in (one for one in table.find_all("tr") if one.find_parent("table") is table):
@@ -189,6 +192,8 @@ def _fill_rows(soup: Any) -> None:
                     cell = cells.pop(0)
                     rows = int(cell["rowspan"]) if str(cell.get("rowspan")).isdecimal() else 1
                 else:
+                    if (left := left - 1 - len(list(cell.descendants))) < 0:
+                        raise ValueError("too many of its cells are several rows high")
                     cell = copy(cell)
                     if len(cell.get_text()) > _LONG_CELL:
                         cell.clear()
@@ -332,7 +337,7 @@ def _xlsx_text(name: str, data: bytes) -> str:
     left_out = list[str]()
     found = [(title, rows) for title, rows in sheets(data, left_out) if rows]
     _warn(name, left_out)
-    return "\n\n".join(f"## {title}\n\n{_rows_as_text(rows)}" for title, rows in found)
+    return "\n\n".join(f"## {title}\n\n{_rows_as_text(name, rows)}" for title, rows in found)
 
 
 def _epub_text(name: str, data: bytes) -> str:
@@ -350,11 +355,21 @@ def _json(name: str, data: bytes) -> tuple[str, ...]:
             found = [json.loads(line) for line in re.split(r"[\r\n]", text) if line.strip()]
         if not isinstance(found, list):
             found = [{key: found[key]} for key in found] if isinstance(found, dict) else [found]
-        return ("\n\n".join(filter(None, ("; ".join(_leaves(one)) for one in found))),)
+        entries = ("; ".join(_bounded(name, _leaves(one))) for one in found)
+        return ("\n\n".join(filter(None, _bounded(name, entries))),)
     except RecursionError:
         raise DocumentError(f"{name} cannot be read: its values are nested too deeply") from None
     except ValueError as error:
         raise DocumentError(f"{name} is not JSON ({error}); correct it, or rename it to .txt") from None
+
+
+def _bounded(name: str, texts: Iterable[str]) -> Iterator[str]:
+    """The texts of a file, until they would fill memory: names stand with each of its values."""
+    left = _MOST_NAMED
+    for text in texts:
+        if (left := left - len(text)) < 0:
+            raise DocumentError(f"{name} cannot be read: long names stand with too many of its values; shorten them")
+        yield text
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[str]:
@@ -436,26 +451,29 @@ def _csv(name: str, data: bytes) -> tuple[str, ...]:
         rows = [[cell.strip() for cell in row] for row in _rows(text, delimiter)]
     except (csv.Error, ValueError) as error:
         raise DocumentError(f"{name} is not a table of separated values: {error}") from None
-    return (_rows_as_text(rows),)
+    return (_rows_as_text(name, rows),)
 
 
-def _rows_as_text(rows: list[list[str]]) -> str:
+def _rows_as_text(name: str, rows: list[list[str]]) -> str:
+    return "\n\n".join(_bounded(name, _paragraphs(rows)))
+
+
+def _paragraphs(rows: list[list[str]]) -> Iterator[str]:
     """Rows as paragraphs. A cell alone above a table is its title. Words after a gap, above figures, begin another."""
-    head, used, paragraphs = list[str](), True, list[str]()
+    head, used = list[str](), True
     filled = [(row, not any(above)) for above, row in zip([[], *rows], rows, strict=False) if any(row)]
     for (row, gap), (below, _) in zip_longest(filled, filled[1:], fillvalue=([], False)):
         cells, unused = list(filter(None, row)), [] if used else ["; ".join(filter(None, head))]
         if len(cells) == 1 < sum(map(bool, below)) and (not head or (gap and not _DIGIT.search("".join(below)))):
-            paragraphs += [*unused, cells[0]]
+            yield from (*unused, cells[0])
             head, used = [], True
         elif below and (not head or (gap and _DIGIT.search("".join(below)) and not _DIGIT.search("".join(row)))):
-            paragraphs += unused
+            yield from unused
             head, used = row, False
         else:
             used = True
             named = zip_longest(head, row, fillvalue="")
-            paragraphs.append("; ".join(f"{column}: {one}" if column else one for column, one in named if one))
-    return "\n\n".join(paragraphs)
+            yield "; ".join(f"{column}: {one}" if column else one for column, one in named if one)
 
 
 def _rows(text: str, delimiter: str) -> Iterator[list[str]]:

@@ -375,14 +375,8 @@ class FolderIndex:
     def _save(self) -> None:
         if not self._unsaved:
             return
-        state = {
-            "kind": _KIND,
-            "files": self._hashes,
-            "leaving": self._leaving,
-            "splitter": asdict(self.settings),
-            "probes": self._fingerprint.tolist(),
-        }
-        self.store.save(self.index_dir, state)
+        state = {"kind": _KIND, "files": self._hashes, "leaving": self._leaving, "splitter": asdict(self.settings)}
+        self.store.save(self.index_dir, {**state, "probes": self._fingerprint.tolist()})
         self._unsaved = False
 
     @cached_property

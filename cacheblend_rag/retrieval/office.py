@@ -183,14 +183,8 @@ _ON_SLIDES = {
 }
 # Elements of OpenDocument in HTML; contents of others stand where they are.
 _AS_HTML = {
-    "p": "p",
-    "list": "ul",
-    "list-item": "li",
-    "table": "table",
-    "table-row": "tr",
-    "table-cell": "td",
-    "covered-table-cell": "td",
-    "note-body": "div",
+    **{"p": "p", "list": "ul", "list-item": "li", "table": "table", "table-row": "tr", "table-cell": "td"},
+    **{"covered-table-cell": "td", "note-body": "div"},
 }
 
 
@@ -225,7 +219,8 @@ def chapters(data: bytes) -> list[bytes]:
         book = etree.fromstring(package.read(root), _parser())
         items = {one.get("id"): one for one in book.iter("{*}item")}
         spine = [items[one.get("idref")].get("href") for one in book.iter("{*}itemref") if one.get("idref") in items]
-        places = [posixpath.normpath(posixpath.join(posixpath.dirname(root), unquote(one))) for one in spine]
+        joined = (posixpath.normpath(posixpath.join(posixpath.dirname(root), unquote(one))) for one in spine)
+        places = list(dict.fromkeys(joined))  # a book may name a chapter again and again
         locked = package.read("META-INF/encryption.xml") if "META-INF/encryption.xml" in names else b""
         if any(one.encode() in locked for one in places):
             raise ValueError("it is protected against copying")

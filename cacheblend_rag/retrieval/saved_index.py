@@ -118,10 +118,8 @@ def read_index(folder: str | os.PathLike[str]) -> SavedIndex:
 def to_line(key: int, document: Document) -> str:
     """A document as a line of JSON, from which it comes back as it was."""
     try:
-        line = json.dumps(
-            {"key": key, "id": document.id, "text": document.page_content, "metadata": document.metadata},
-            allow_nan=False,
-        )
+        entry = {"key": key, "id": document.id, "text": document.page_content, "metadata": document.metadata}
+        line = json.dumps(entry, allow_nan=False)
         same = json.loads(line)["metadata"] == document.metadata
     except (TypeError, ValueError) as error:
         raise DocumentError(f"the metadata of document {document.id!r} cannot be saved: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -108,5 +109,6 @@ def _parts(text: str, settings: SplitSettings) -> Iterator[tuple[str, int]]:
         part, at = one.page_content.replace(_STAYS, "\n"), one.metadata["start_index"]
         if part.strip():  # not white space, at a chunk size of 1
             at += len(part) - len(part.lstrip())
-            head = next((one[1] for one in tables if one.end(1) <= at < one.end()), "")
+            table = tables[bisect(tables, at, key=lambda one: one.end(1)) - 1] if tables else None
+            head = table[1] if table is not None and table.end(1) <= at < table.end() else ""
             yield head + part.strip(), at

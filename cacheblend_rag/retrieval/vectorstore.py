@@ -298,17 +298,11 @@ class FaissVectorStore(VectorStore):
 
     @classmethod
     def from_texts(
-        cls,
-        texts: list[str],
-        embedding: Embeddings,
-        metadatas: list[dict[str, Any]] | None = None,
-        *,
-        ids: list[str] | None = None,
-        **kwargs: Any,
+        cls, texts: list[str], embedding: Embeddings, metadatas: list[dict[str, Any]] | None = None, **kwargs: Any
     ) -> FaissVectorStore:
-        """Make a store of texts; see `add_texts`."""
+        """Make a store of texts; see `add_texts`, whose ``ids`` may be given, too."""
         store = cls(embedding)
-        store.add_texts(texts, metadatas, ids=ids)
+        store.add_texts(texts, metadatas, **kwargs)
         return store
 
     def save(self, folder: str | os.PathLike[str], state: Mapping[str, Any] | None = None) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,13 @@ from cacheblend_rag.config import check_whole
 from cacheblend_rag.retrieval.vectorstore import FaissVectorStore, Filter, allowed_keys
 
 T = TypeVar("T")
+_Counts: TypeAlias = npt.NDArray[np.int64]  # [2, words]: the hash of each word of a text, and how often it stands there
 Found = tuple[T, float, float]
 """A passage, its L2 distance, and the BM25 score of the words that it shares with a question."""
-_WORD = re.compile(r"\w+")
+# Letters of scripts whose words stand together: Thai, Lao, Tibetan, Burmese, Khmer, Han, kana and Hangul. Of these, any
+# two that follow one another count as a word. In scripts of India, marks are parts of words.
+_TIGHT = "\u0e01-\u0f00\u0f40-\u109f\u1780-\u17ff\u3005-\u3007\u3041-\u30fa\u30fc-\u30ff\u3400-\u9fff\uac00-\ud7a3"
+_WORD = re.compile(rf"([{_TIGHT}])(?=([{_TIGHT}]?))|((?:[^\W{_TIGHT}]|[\u0900-\u0963\u0966-\u0ddf])+)")
 # Constants of BM25: how soon more of a word counts no more, and how much shorter texts are preferred.
 _SOON, _SHORT = 1.5, 0.75
 _BY_WORDS = 0.4
@@ -43,28 +47,35 @@ def fused(found: Sequence[Found[T]], k: int) -> list[Found[T]]:
 class FolderStore(FaissVectorStore):
     """Passages of a folder, found by their vectors and by their words.
 
-    The best of both searches come first, with their L2 distances. A search for a vector knows no words.
+    The best of both searches come first. Searches with scores, for a vector, or with
+    ``search_type="similarity_score_threshold"`` know no words: nearness alone counts there.
     """
 
     def __init__(self, embedding: Embeddings) -> None:
         super().__init__(embedding)
-        self._words: dict[str, npt.NDArray[np.int64]] = {}  # of each text, what `_counted` gives
+        self._words: dict[str, _Counts] = {}  # of each text
 
-    def similarity_search_with_score(
-        self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any
-    ) -> list[tuple[Document, float]]:
-        """Return the documents found, the best first, with their L2 distances; see `similarity_search`."""
+    def similarity_search(self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any) -> list[Document]:
+        """Return the documents that fit a question best; see `FaissVectorStore.similarity_search`."""
         found = self.candidates(query, self.embeddings.embed_query(query), k, filter)
-        return [(document, far) for document, far, _ in fused(found, k)]
+        return [document for document, _, _ in fused(found, k)]
 
     def candidates(
-        self, query: str, vector: Sequence[float], k: int, filter: Filter | None = None
+        self,
+        query: str,
+        vector: Sequence[float],
+        k: int,
+        filter: Filter | None = None,
+        others: Iterable[FolderStore] = (),
     ) -> list[Found[Document]]:
-        """All documents that either search finds, the nearest first."""
+        """All documents that either search finds, the nearest first.
+
+        Words count by their rarity here and in ``others``, so that scores of several stores can be compared.
+        """
         check_whole("k", k, 1)
-        count = max(k, _CANDIDATES)
+        count, counted = max(k, _CANDIDATES), [one for other in others if other is not self for one in other._counts()]
         with self._lock:
-            allowed, scores = allowed_keys(self._items, filter), self._scores(query)
+            allowed, scores = allowed_keys(self._items, filter), self._scores(query, counted)
             sharing = [key for key in (scores if allowed is None else allowed) if scores[key] > 0]
             least = sorted((scores[key] for key in sharing), reverse=True)[:count][-1:]
             named = [key for key in sharing if scores[key] >= least[0]]
@@ -72,11 +83,16 @@ class FolderStore(FaissVectorStore):
         found = {key: (document, far, scores[key]) for document, key, far in hits}
         return sorted(found.values(), key=lambda one: (one[1], one[0].page_content, one[0].id))
 
-    def _scores(self, query: str) -> dict[int, float]:
-        """BM25 scores of all documents, by key. Words of new ones are counted, and those of others are dropped."""
-        texts = [one.page_content for one in self._items.values()] or [""]
-        self._words = {text: self._words[text] if text in self._words else _counted(text) for text in texts}
-        held = [self._words[text] for text in texts]
+    def _counts(self) -> list[_Counts]:
+        """Words of all documents. Those of new ones are counted, and those of others are dropped."""
+        with self._lock:
+            texts = [one.page_content for one in self._items.values()]
+            self._words = {text: self._words[text] if text in self._words else _counted(text) for text in texts}
+            return [self._words[text] for text in texts]
+
+    def _scores(self, query: str, others: Sequence[_Counts]) -> dict[int, float]:
+        """BM25 scores of all documents, by key, as among them and others."""
+        held = [*self._counts(), *others] or [_counted("")]
         words, counts = np.concatenate(held, axis=1)  # [words of all documents] each
         rows = np.repeat(np.arange(len(held)), [one.shape[1] for one in held])
         long = np.bincount(rows, counts, len(held))
@@ -89,7 +105,7 @@ class FolderStore(FaissVectorStore):
         return dict(zip(self._items, scores.tolist(), strict=False))
 
 
-def _counted(text: str) -> npt.NDArray[np.int64]:
-    """[2, words]: the hash of each word of a text, and how often it stands there."""
-    counts = Counter(map(hash, _WORD.findall(unicodedata.normalize("NFKC", text).casefold())))
+def _counted(text: str) -> _Counts:
+    words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+    counts = Counter(hash("".join(one)) for one in words)
     return np.array([[*counts], [*counts.values()]], dtype=np.int64)

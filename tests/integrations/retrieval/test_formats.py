@@ -40,6 +40,18 @@ def test_file_that_is_no_text_is_named() -> None:
             parsed("picture.txt", data)
 
 
+def test_text_that_would_fill_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_rag.retrieval.documents._MOST_NAMED", 1_000_000, raising=False)
+    name = "n" * 10_000
+    for path, data, reason in (
+        ("a.html", "<table><tr>" + "<td rowspan=65534>x" * 200 + "<tr><td>x" * 1_000, "several rows high"),
+        ("a.csv", f"{name},m\n" + "1,2\n" * 1_000, "long names"),
+        ("a.json", f'{{"{name}": [' + '{"a": 1},' * 1_000 + "1]}", "long names"),
+    ):
+        with pytest.raises(DocumentError, match=rf"^{path} cannot be read.*{reason}"):
+            parsed(path, data.encode())
+
+
 def test_each_row_of_separated_values_names_its_columns() -> None:
     rows = ["Name,Price,Note", 'Rondo,12,"red, round\nand ""light"""', ",,", "Kvadrat,9", "Tri,8,sharp,extra"]
     for mark in ",;\t|":

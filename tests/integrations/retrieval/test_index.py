@@ -76,6 +76,16 @@ def report(**values: Any) -> IndexReport:
     return IndexReport(**{**empty, "skipped": {}, "empty": (), "others": (), "forgotten": 0, "rebuilt": "", **values})
 
 
+def vector(index: FolderIndex, query: str) -> list[float]:
+    return index.store.embeddings.embed_query(query)
+
+
+def sharing(index: FolderIndex, words: str) -> list[str]:
+    """Files that hold some of the words."""
+    found = index.store.candidates(words, vector(index, words), 4)
+    return [document.metadata["source"] for document, _, score in found if score > 0]
+
+
 def found(index: FolderIndex, query: str) -> list[str]:
     return [one.metadata["source"] for one in index.store.similarity_search(query, 1)]
 
@@ -103,10 +113,6 @@ def test_retriever_sees_what_an_update_brings(folder: Folder) -> None:
 
 
 def test_numbers_and_names_are_found_by_their_words(folder: Folder) -> None:
-    def sharing(index: FolderIndex, words: str) -> list[str]:
-        found = index.store.candidates(words, index.store.embeddings.embed_query(words), 4)
-        return [document.metadata["source"] for document, _, score in found if score > 0]
-
     for number in range(1000, 1060):  # which the embedder does not tell apart
         folder.write(f"{number}.txt", f"Invoice RE-2025-{number} is for Lieferantenvertrag {number}.")
     folder.update()
@@ -115,11 +121,50 @@ def test_numbers_and_names_are_found_by_their_words(folder: Folder) -> None:
     retriever = index.store.as_retriever(search_kwargs={"k": 4})
     for query in ("Is invoice RE-2025-1058 paid?", "LIEFERANTENVERTRAG 1058"):
         assert "1058.txt" in [one.metadata["source"] for one in retriever.invoke(query)]
+        nearest = [one for one, _ in index.store.similarity_search_with_score_by_vector(vector(index, query))]
+        threshold: dict[str, Any] = {
+            "search_type": "similarity_score_threshold",
+            "search_kwargs": {"score_threshold": 0.0},
+        }
+        assert index.store.as_retriever(**threshold).invoke(query) == nearest, "scores know no words"
     assert index.store.similarity_search("1058", 4, filter={"source": "1059.txt"})[0].metadata["source"] == "1059.txt"
     folder.write("1057.txt", "Invoice ４０７１")
     (folder.docs / "1058.txt").unlink()
     index.update()
     assert (sharing(index, "1057"), sharing(index, "1058"), sharing(index, "4071")) == ([], [], ["1057.txt"])
+
+
+# Two sentences and a word of the first, in scripts whose words stand together or have marks.
+SCRIPTS = {
+    "Chinese": ("合同由王小明签署。", "合同由李建国签署。", "王小明"),
+    "Japanese": ("契約書は佐々木さくらが署名した。", "契約書は田中一郎が署名した。", "佐々木"),
+    "Thai": ("สัญญาลงนามโดยสมชายเมื่อวานนี้", "สัญญาลงนามโดยวิภาเมื่อวานนี้", "สมชาย"),
+    "Korean": ("계약서는 김민수에게 보냈다.", "계약서는 이영희에게 보냈다.", "김민수"),
+    "Hindi": ("अनुबंध पर किशोरी ने हस्ताक्षर किए।", "अनुबंध पर शेखर को राशि मिली।", "किशोरी"),
+}
+
+
+def test_words_are_found_in_scripts_without_spaces(folder: Folder) -> None:
+    for language, (text, other, _) in SCRIPTS.items():
+        folder.write(f"{language}.txt", text)
+        folder.write(f"{language}-other.txt", other)
+    index = folder.index()
+    index.update()
+    assert {language: sharing(index, word) for language, (_, _, word) in SCRIPTS.items()} == {
+        language: [f"{language}.txt"] for language in SCRIPTS
+    }
+
+
+def test_words_count_by_their_rarity_in_all_folders_that_are_searched(tmp_path: Path, model: Any) -> None:
+    many, few = (Folder(tmp_path / name, model) for name in ("many", "few"))
+    for number in range(20):
+        many.write(f"{number}.txt", f"Minutes of meeting {number}.{' The invoice was paid.' if number == 3 else ''}")
+    few.write("mine.txt", "Was invoice RE-77 paid? It was.")
+    indexes, query = [many.index(), few.index()], "invoice RE-77 paid"
+    assert [one.update().files for one in indexes] == [23, 4]
+    stores, asked = [one.store for one in indexes], vector(indexes[0], query)
+    of_many, of_few = (max(hit[2] for hit in one.candidates(query, asked, 4, others=stores)) for one in stores)
+    assert of_many < of_few, "the number stands in the smaller folder"
 
 
 def test_text_that_is_still_somewhere_is_not_forgotten(folder: Folder) -> None:

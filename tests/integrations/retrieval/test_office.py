@@ -66,10 +66,10 @@ def odt(body: str, manifest: str = "<manifest/>", head: str = "") -> bytes:
     return zipped(mimetype="application/vnd.oasis.opendocument.text", **parts)
 
 
-def epub(*chapters: str, ending: str = "xhtml", **more: str) -> bytes:
+def epub(*chapters: str, ending: str = "xhtml", again: int = 1, **more: str) -> bytes:
     container = '<container><rootfiles><rootfile full-path="OEBPS/book.opf"/></rootfiles></container>'
     items = "".join(f'<item id="c{at}" href="text/{at}%20.{ending}"/>' for at in range(len(chapters)))
-    spine = "".join(f'<itemref idref="c{at}"/>' for at in reversed(range(len(chapters))))
+    spine = "".join(f'<itemref idref="c{at}"/>' for at in reversed(range(len(chapters)))) * again
     book = f'<package xmlns="http://www.idpf.org/2007/opf"><manifest>{items}</manifest><spine>{spine}</spine></package>'
     texts = {f"OEBPS/text/{at} .{ending}": text for at, text in enumerate(chapters)}
     return zipped(**{"META-INF/container.xml": container, "OEBPS/book.opf": book, **texts, **more})
@@ -236,7 +236,7 @@ def test_open_document_becomes_headings_paragraphs_lists_and_tables() -> None:
 def test_chapters_of_a_book_stand_in_the_order_in_which_they_are_read() -> None:
     doctype = '<?xml version="1.0"?><!DOCTYPE html PUBLIC "-//W3C//DTD XHTML 1.1//EN" "http://example.org/x.dtd">'
     chapter = doctype + '<html xmlns="http://www.w3.org/1999/xhtml"><body><h1>{0}</h1><p>Text of {0}.</p></body></html>'
-    text = parsed("a.epub", epub(chapter.format("Last"), chapter.format("First")))
+    text = parsed("a.epub", epub(chapter.format("Last"), chapter.format("First"), again=3))
     assert text == "# First\n\nText of First.\n\n# Last\n\nText of Last."
 
 

@@ -414,7 +414,7 @@ class Session:
     def search(self, query: str, k: int, documents: Sequence[str] | None = None) -> list[SearchHit]:
         """The passages that fit a question best, of all documents or of some."""
         vector = self.service.embeddings.embed_query(query)
-        found = [one for folder in self.folders for one in folder.candidates(query, vector, k, documents)]
+        found = [one for folder in self.folders for one in folder.candidates(query, vector, k, documents, self.folders)]
         return [hit for hit, _, _ in fused(found, k)]
 
     def passage(self, document: str, number: int) -> SearchHit:
