@@ -21,6 +21,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib.util import find_spec
 
 
@@ -170,5 +171,7 @@ class MissingExtraError(CacheBlendError, ImportError):
 def require(extra: str, *modules: str) -> None:
     """Raise a `MissingExtraError` for the first module of an extra that is not installed."""
     for name in modules:
-        if find_spec(name) is None:
-            raise MissingExtraError(name, extra)
+        with suppress(ModuleNotFoundError):  # of a package around it
+            if find_spec(name) is not None:
+                continue
+        raise MissingExtraError(name, extra)

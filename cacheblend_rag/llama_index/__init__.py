@@ -5,7 +5,7 @@
 
 from cacheblend_rag.errors import require
 
-require("llama-index", "llama_index")
+require("llama-index", "llama_index.core")
 
 from cacheblend_rag.engine.llm_base import known_chunks
 from cacheblend_rag.llama_index.answering import CacheBlendEvent

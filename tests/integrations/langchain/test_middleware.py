@@ -17,13 +17,13 @@ from langchain_core.messages.tool import tool_call
 
 import cacheblend_rag.langchain as ours
 from cacheblend_rag.app.cli import main
-from cacheblend_rag.errors import MissingExtraError
+from cacheblend_rag.errors import MissingExtraError, require
 from cacheblend_rag.langchain import CacheBlendMiddleware, ChatCacheBlend, known_chunks, tracking_off
 from cacheblend_rag.retrieval.splitting import split
 from tests.integrations.langchain.models import Ended, FixedRetriever, passages, tiny_engine
 
 DOCUMENTS = passages(3, seed=8)
-_MISSING = (("langchain", "langchain_core"), ("llama_index", "llama_index"), ("retrieval", "faiss"))
+_MISSING = (("langchain", "langchain_core"), ("llama_index", "llama_index.core"), ("retrieval", "faiss"))
 TEXTS = [one.page_content for one in DOCUMENTS]
 
 
@@ -76,6 +76,9 @@ def test_missing_package_is_named_with_the_command(
         ours.__getattr__("CacheBlendMiddleware")
     with pytest.raises(MissingExtraError, match=r"pip install 'cacheblend-rag\[langchain\]'"):
         split([])
+    for missing in ("tests.none", "no_such.core"):  # what is left of a package, or no package
+        with pytest.raises(MissingExtraError, match=missing):
+            require("llama-index", missing)
     for room, module in _MISSING:
         monkeypatch.delitem(sys.modules, f"cacheblend_rag.{room}", raising=False)
         monkeypatch.setattr("cacheblend_rag.errors.find_spec", lambda name, missing=module: name != missing or None)
