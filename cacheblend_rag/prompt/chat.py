@@ -94,12 +94,8 @@ def render_turns(
         raise PromptError("the conversation is empty: give at least one message")
     template = (options or {}).get("chat_template") or tokenizer.chat_template
     if not template:
-        raise ConfigError(
-            "chat_template",
-            template,
-            "use a model whose tokenizer has one, set tokenizer.chat_template, or "
-            "use CacheBlendLLM, which takes plain text",
-        )
+        remedy = "use a model whose tokenizer has one, set tokenizer.chat_template, or use CacheBlendLLM for plain text"
+        raise ConfigError("chat_template", template, remedy)
     if tools and not offers_tools(tokenizer):
         names = [tool["function"]["name"] for tool in tools]
         raise ConfigError("tools", names, "use a model whose chat template takes tools")
@@ -114,8 +110,8 @@ def render_turns(
     try:
         options = {**switched(str(template), reasoning), **(options or {})}
         turns = turns_to_think(str(template), turns, thinks(reasoning, options))
-        write = partial(written_by_template, tokenizer, tools=shown or None, add_generation_prompt=True, **options)
-        return control_tokens(tokenizer).quoted(turns, partial(_with_system, write))
+        write = partial(written_by_template, tokenizer, add_generation_prompt=True, **options)
+        return control_tokens(tokenizer).quoted(turns, shown or None, partial(_with_system, write))
     except TemplateSyntaxError as error:
         raise ConfigError("chat_template", str(template)[:80], f"give a template of Jinja; here {error}") from error
     except _REFUSALS as error:
@@ -128,8 +124,9 @@ def render_turns(
         ) from error
 
 
-def _with_system(write: Callable[[Sequence[Mapping[str, Any]]], str], turns: Sequence[Mapping[str, Any]]) -> str:
+def _with_system(write: Callable[..., str], turns: Sequence[Mapping[str, Any]], tools: Any) -> str:
     """Messages as a template writes them; where it has no place for system messages, the first question has theirs."""
+    write = partial(write, tools=tools)
     system = list(takewhile(lambda turn: turn["role"] == "system", turns))
     rest = turns[len(system) :]
     if not system or not rest or rest[0]["role"] != "user":
@@ -253,7 +250,8 @@ def check_choice(choice: Any, names: Sequence[str]) -> str | None:
         If there is no such tool.
     """
     if isinstance(choice, dict):
-        choice = choice.get("function", {}).get("name")
+        function = choice.get("function", choice)
+        choice = function.get("name", choice) if isinstance(function, dict) else function
     if choice in (None, False, "auto", "none"):
         return None
     if choice in (True, "any", "required"):

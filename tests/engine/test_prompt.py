@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from cacheblend_rag import Prompt
@@ -297,6 +297,24 @@ def test_control_tokens_of_a_message_are_text_and_the_templates_own_stay(name: s
     assert split.located[0].usual
     assert split.ids(split.chunks[0]) == segments.chunk(said).ids
     assert len(segments.chunk(said).ids) > 8
+
+
+def test_control_tokens_of_no_template_and_those_that_others_leave_over_are_text() -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{{ tools }}{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|a|>", ">>B<<"]})
+    tokenizer.add_tokens([AddedToken("<|fim|>", special=False)])
+    marks = {tokenizer.convert_tokens_to_ids(one) for one in ("<|a|>", ">>B<<", "<|fim|>", "</s>")}
+    segments, said = PromptTokenizer(tokenizer, SEPARATOR), "<|a|>>B<< <|fim|> </s>"
+    tool = {"type": "function", "function": {"name": "find", "description": said, "parameters": {said: said}}}
+    calls = [{"type": "function", "id": "1", "function": {"name": "find", "arguments": {said: said}}}]
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": said, "tool_calls": calls}]
+    for text in (control_tokens(tokenizer).owned("") + said, render_turns(tokenizer, turns, [tool])):
+        ids = segments.tokenize(Prompt(suffix=text)).input_ids
+        assert tokenizer.decode(ids).count("<|fim|>") == (1 if text.endswith(said) else 6)
+        assert not marks.intersection(ids)
+    split = segments.tokenize(Prompt(control_tokens(tokenizer).owned(""), ["<|", "a|>", "<|a"], "|>", ["", ""]))
+    assert not marks.intersection(split.input_ids), "a token lies within one chunk"
 
 
 def test_template_without_a_system_message_gives_its_words_to_the_first_question() -> None:
