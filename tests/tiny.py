@@ -22,16 +22,8 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ALL_ROPE_TYPES = (*ROPE_TYPES, "dynamic", "longrope")
 LONG = 256
 EVERY_ROPE_TYPE = (
-    "cohere2",
-    "gemma3_text",
-    "glm4",
-    "gpt_oss",
-    "granite",
-    "llama",
-    "olmo3",
-    "qwen3",
-    "smollm3",
-    "stablelm",
+    *("cohere2", "gemma3_text", "glm4", "gpt_oss", "granite"),
+    *("llama", "olmo3", "qwen3", "smollm3", "stablelm"),
 )
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 SCALED = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 2.0}
@@ -141,45 +133,19 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
 }
 # Containers, with the family of the text model within.
 CONTAINERS = {
-    "aya_vision": "cohere2",
-    "cohere2_vision": "cohere2",
-    "exaone4_5": "exaone4",
-    "gemma3": "gemma3_text",
-    "glm46v": "glm4v_text",
-    "glm4v": "glm4v_text",
-    "glm4v_moe": "glm4v_moe_text",
-    "idefics3": "llama",
-    "internvl": "qwen2",
-    "llava": "llama",
-    "llava_next": "mistral",
-    "llava_onevision": "qwen2",
-    "mistral3": "ministral3",
-    "qwen2_5_vl": "qwen2_5_vl_text",
-    "qwen2_vl": "qwen2_vl_text",
-    "qwen3_vl": "qwen3_vl_text",
-    "qwen3_vl_moe": "qwen3_vl_moe_text",
-    "smolvlm": "llama",
+    **{"aya_vision": "cohere2", "cohere2_vision": "cohere2", "exaone4_5": "exaone4", "gemma3": "gemma3_text"},
+    **{"glm46v": "glm4v_text", "glm4v": "glm4v_text", "glm4v_moe": "glm4v_moe_text", "idefics3": "llama"},
+    **{"internvl": "qwen2", "llava": "llama", "llava_next": "mistral", "llava_onevision": "qwen2"},
+    **{"mistral3": "ministral3", "qwen2_5_vl": "qwen2_5_vl_text", "qwen2_vl": "qwen2_vl_text"},
+    **{"qwen3_vl": "qwen3_vl_text", "qwen3_vl_moe": "qwen3_vl_moe_text", "smolvlm": "llama"},
 }
 # Families that there are only within a container.
 WITHIN = ("glm4v_moe_text", "glm4v_text", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text")
 ARCHITECTURES = [*sorted(set(KNOWN) - set(WITHIN)), *sorted(CONTAINERS)]
 # Families whose layers differ most: what hardly depends on the family is tried on these, and on all by slow tests.
 DIFFERENT = (
-    "cohere2",
-    "deepseek_v3",
-    "gemma2",
-    "gemma3",
-    "glm4",
-    "gpt_oss",
-    "granite",
-    "llama",
-    "ministral3",
-    "mixtral",
-    "phi3",
-    "qwen3",
-    "qwen3_vl",
-    "smollm3",
-    "stablelm",
+    *("cohere2", "deepseek_v3", "gemma2", "gemma3", "glm4", "gpt_oss", "granite", "llama", "ministral3", "mixtral"),
+    *("phi3", "qwen3", "qwen3_vl", "smollm3", "stablelm"),
 )
 _LINEAR = {
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],

@@ -159,23 +159,8 @@ FAMILIES: dict[str, Family] = {
 
 
 CONTAINERS = (
-    "aya_vision",
-    "cohere2_vision",
-    "exaone4_5",
-    "gemma3",
-    "glm46v",
-    "glm4v",
-    "glm4v_moe",
-    "idefics3",
-    "internvl",
-    "llava",
-    "llava_next",
-    "llava_onevision",
-    "mistral3",
-    "qwen2_5_vl",
-    "qwen2_vl",
-    "qwen3_vl",
-    "qwen3_vl_moe",
+    *("aya_vision", "cohere2_vision", "exaone4_5", "gemma3", "glm46v", "glm4v", "glm4v_moe", "idefics3", "internvl"),
+    *("llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"),
     "smolvlm",
 )
 """``config.model_type`` of models that take more than text and hand text to the text model within, which is of one of

@@ -44,20 +44,8 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 16},
 }
 BY_LAYER_TYPE = (
-    "cohere2",
-    "cohere2_vision",
-    "cwm",
-    "dots1",
-    "exaone4",
-    "exaone4_5",
-    "exaone_moe",
-    "gemma2",
-    "gemma3",
-    "gemma3_text",
-    "gpt_oss",
-    "ministral",
-    "olmo3",
-    "vaultgemma",
+    *("cohere2", "cohere2_vision", "cwm", "dots1", "exaone4", "exaone4_5", "exaone_moe", "gemma2", "gemma3"),
+    *("gemma3_text", "gpt_oss", "ministral", "olmo3", "vaultgemma"),
 )
 # Soft caps and attention sinks, which sdpa does not have.
 EAGER_ONLY = ("gemma2", "gpt_oss", "vaultgemma")

@@ -232,9 +232,12 @@ def test_earlier_answer_may_hold_what_says_nothing_and_what_cannot_be_read_names
 ) -> None:
     function = {"name": "look_up", "arguments": "{}"}
     nothing = {"parsed": {"leaf": "red"}, "refusal": None, "annotations": [{"type": "url_citation"}], "audio": None}
+    nothing |= {"provider_specific_fields": {"refusal": None}, "thinking_blocks": [], "images": []}  # LiteLLM's
+    parts = [{"type": "text", "text": "Which?", "cache_control": {"type": "ephemeral"}}]
     for arguments in ("{}", "", " ", "null"):
         call = {"id": "1", "type": "function", "function": {**function, "arguments": arguments, "parsed_arguments": {}}}
-        said = [{"role": "user", "content": "Which?"}, {"role": "assistant", "tool_calls": [call], **nothing}]
+        call |= {"index": 0, "provider_specific_fields": {}, "extra_content": {"google": {"thought_signature": "x"}}}
+        said = [{"role": "user", "content": parts}, {"role": "assistant", "tool_calls": [call], **nothing}]
         said.append({"role": "tool", "content": "Red.", "tool_call_id": "1"})
         asked: dict[str, Any] = {"model": name_of(chat), "messages": said, "max_tokens": 2}
         assert chat.chat.completions.create(**asked).usage.prompt_tokens == 102
@@ -325,13 +328,13 @@ def test_unsupported_fields_are_refused(client: openai.OpenAI, chat: openai.Open
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(**{"model": name, "messages": messages} | more)
         body = caught.value.body
-        assert (caught.value.status_code, caught.value.param, caught.value.type) == (
-            400,
-            field,
-            "invalid_request_error",
-        )
+        assert caught.value.status_code == 400
+        assert (caught.value.param, caught.value.type) == (field, "invalid_request_error")
         assert field in body["message"]
         assert len(body["message"]) > len(field) + 10
+    for choice in ({"type": "function"}, {"type": "auto"}, {"type": "function", "function": ["look_up"]}):
+        with pytest.raises(openai.BadRequestError, match="use 'auto', 'any', or one of"):
+            chat.chat.completions.create(model=name_of(chat), messages=messages, tools=[TOOL], tool_choice=choice)
     with pytest.raises(openai.BadRequestError, match="logit_bias is not usable: the model's tokens are 0 to"):
         client.completions.create(model=name, prompt="the", logit_bias={"1000000": 1})
     for field, more in {
@@ -362,20 +365,9 @@ def test_fields_that_ask_for_nothing_are_accepted(chat: openai.OpenAI) -> None:
     """Clients send fields that they do not use, and messages as they came."""
     messages: list[Any] = [{"role": "user", "content": "Which leaf fell?"}]
     nothing = {
-        "n": 1,
-        "presence_penalty": 0,
-        "frequency_penalty": 0.0,
-        "logit_bias": {},
-        "logprobs": False,
-        "tools": None,
-        "response_format": {"type": "text"},
-        "parallel_tool_calls": True,
-        "store": False,
-        "service_tier": "auto",
-        "user": "ada",
-        "metadata": {"run": "7"},
-        "max_tokens": 4,
-        "max_completion_tokens": 4,
+        **{"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "logprobs": False, "tools": None},
+        **{"response_format": {"type": "text"}, "parallel_tool_calls": True, "store": False, "service_tier": "auto"},
+        **{"user": "ada", "metadata": {"run": "7"}, "max_tokens": 4, "max_completion_tokens": 4},
         "extra_body": {"reasoning_effort": None},
     }
     first = chat.chat.completions.create(model=name_of(chat), messages=messages, **nothing)

@@ -288,18 +288,9 @@ def test_unsupported_fields_are_refused(client: openai.OpenAI, asked: dict[str, 
 
 def test_fields_that_ask_for_nothing_are_accepted(client: openai.OpenAI, asked: dict[str, Any]) -> None:
     nothing = {
-        "store": False,
-        "background": False,
-        "include": [],
-        "truncation": "disabled",
-        "service_tier": "auto",
-        "tools": [],
-        "tool_choice": "auto",
-        "previous_response_id": None,
-        "reasoning": None,
-        "text": {"format": {"type": "text"}, "verbosity": "medium"},
-        "user": "ada",
-        "safety_identifier": "ada",
+        **{"store": False, "background": False, "include": [], "truncation": "disabled", "service_tier": "auto"},
+        **{"tools": [], "tool_choice": "auto", "previous_response_id": None, "reasoning": None, "user": "ada"},
+        **{"text": {"format": {"type": "text"}, "verbosity": "medium"}, "safety_identifier": "ada"},
         "prompt_cache_key": "leaves",
     }
     assert client.responses.create(**asked, **nothing, max_output_tokens=2).output
@@ -310,21 +301,17 @@ def test_request_as_codex_sends_it_is_answered(client: openai.OpenAI, asked: dic
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Which leaf fell?"}]},
         {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "x"},
-        {"type": "function_call", "name": "look_up", "arguments": "", "call_id": "call_1"},
-        {"type": "function_call_output", "call_id": "call_1", "output": "It is red."},
+        {"role": "assistant", "phase": "commentary", "content": [{"type": "output_text", "text": "Hm.", "parsed": {}}]},
+        {"type": "function_call", "name": "look_up", "arguments": "", "call_id": "1", "caller": {"type": "direct"}},
+        {"type": "function_call_output", "call_id": "1", "output": "It is red.", "namespace": "leaves"},
     ]
     others = [{"type": "web_search", "external_web_access": True}, {"type": "custom", "name": "patch", "format": {}}]
     body: dict[str, Any] = {
         "input": said,
         "instructions": "You are Codex.",
         "tools": [others[0], TOOL, others[1], {"type": "local_shell"}],
-        "tool_choice": "auto",
-        "parallel_tool_calls": False,
-        "reasoning": {"summary": "auto"},
-        "include": ["reasoning.encrypted_content"],
-        "store": False,
-        "prompt_cache_key": "leaves",
-        "service_tier": "priority",
+        **{"tool_choice": "auto", "parallel_tool_calls": False, "reasoning": {"summary": "auto"}, "store": False},
+        **{"include": ["reasoning.encrypted_content"], "prompt_cache_key": "leaves", "service_tier": "priority"},
         "text": {"verbosity": "low"},
         "extra_body": {"client_metadata": {"x-codex-installation-id": "1"}, "prompt_cache_retention": "24h"},
     }

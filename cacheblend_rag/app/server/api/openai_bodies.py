@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -40,12 +40,16 @@ _Messages = Annotated[list[_T], Field(min_length=1, max_length=10_000, fail_fast
 
 class _OpenAIBody(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+    ignored: ClassVar[tuple[str, ...]] = ()
+    """Fields that clients send back as they came, or as a hint, and that change nothing here."""
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        """Leave out what is null: clients send it for fields that they do not use."""
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+        """Leave out what is ignored, and what is null: clients send it for fields that they do not use."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None and name not in cls.ignored}
 
 
 class DocumentText(_OpenAIBody):
@@ -159,6 +163,7 @@ class CompletionBody(Sampling):
 class TextPart(_OpenAIBody):
     """A piece of a message."""
 
+    ignored = ("cache_control", "prompt_cache_breakpoint")
     type: Literal["text"]
     text: _Text
 
@@ -173,16 +178,16 @@ class TextPart(_OpenAIBody):
 class FunctionCall(_OpenAIBody):
     """A call the model made in an earlier turn."""
 
+    ignored = ("parsed_arguments",)
     name: str
     arguments: _Text = "{}"
-    parsed_arguments: Any = Field(default=None, exclude=True)
 
 
 class ToolCall(_OpenAIBody):
     """A call with its id; a client that has put it together from a stream may send its index back, too."""
 
+    ignored = ("index", "provider_specific_fields", "extra_content")
     id: str
-    index: Annotated[int | None, Field(exclude=True)] = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -190,17 +195,15 @@ class ToolCall(_OpenAIBody):
 class ChatMessage(_OpenAIBody):
     """A message of a conversation. Only chat templates that read thoughts use its thought."""
 
+    ignored = ("annotations", "parsed", "reasoning_details", "provider_specific_fields", "thinking_blocks", "images")
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: _Text | _List[TextPart] | None = None
     name: str | None = None
     tool_calls: _List[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: _Text | None = None
-    annotations: Any = Field(default=None, exclude=True)
-    parsed: Any = Field(default=None, exclude=True)
     reasoning: Any = Field(default=None, exclude=True)
     reasoning_content: Any = Field(default=None, exclude=True)
-    reasoning_details: Any = Field(default=None, exclude=True)
 
 
 class FunctionDefinition(_OpenAIBody):
@@ -215,6 +218,7 @@ class FunctionDefinition(_OpenAIBody):
 class ToolDefinition(_OpenAIBody):
     """A tool the model may call."""
 
+    ignored = ("cache_control",)
     type: Literal["function"] = "function"
     function: FunctionDefinition
 
@@ -312,17 +316,15 @@ class ChatBody(Sampling):
 class TextItem(_OpenAIBody):
     """A piece of a message's content, or of what a function gave."""
 
+    ignored = ("annotations", "logprobs", "parsed", "prompt_cache_breakpoint")
     type: Literal["input_text", "output_text"]
     text: _Text
-    annotations: Any = None
-    logprobs: Any = None
 
 
 class _Item(_OpenAIBody):
     """One item of a conversation; clients send back what an answer had, with its labels."""
 
-    id: Any = None
-    status: Any = None
+    ignored = ("id", "status", "phase", "caller", "namespace", "parsed_arguments")
 
 
 class MessageItem(_Item):
@@ -353,10 +355,9 @@ class CallOutputItem(_Item):
 class ReasoningItem(_Item):
     """A thought of an earlier turn, for chat templates that read it; what is summed up or encrypted is passed over."""
 
+    ignored = (*_Item.ignored, "summary", "encrypted_content")
     type: Literal["reasoning"]
-    summary: Any = None
     content: Any = None
-    encrypted_content: Any = None
 
 
 # No name of a field, so that errors do not name it.

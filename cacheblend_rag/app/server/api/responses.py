@@ -47,20 +47,8 @@ _FIELDS = {
 }
 # Fields of a request that its response repeats as they are.
 _REPEATED = {
-    "background",
-    "instructions",
-    "max_output_tokens",
-    "metadata",
-    "model",
-    "parallel_tool_calls",
-    "previous_response_id",
-    "reasoning",
-    "store",
-    "temperature",
-    "text",
-    "tool_choice",
-    "top_logprobs",
-    "top_p",
+    *("background", "instructions", "max_output_tokens", "metadata", "model", "parallel_tool_calls"),
+    *("previous_response_id", "reasoning", "store", "temperature", "text", "tool_choice", "top_logprobs", "top_p"),
     "truncation",
 }
 
