@@ -26,18 +26,9 @@ from types import ModuleType
 __all__ = ["run_program", "start_program"]
 
 _IMPORTED = [
-    "cacheblend_rag.app.folder_rag",
-    "cacheblend_rag.app.server.app",
-    "cacheblend_rag.langchain",
-    "cacheblend_rag.llama_index",
-    "faiss",
-    "langchain.agents",
-    "langchain_classic.chains",
-    "langchain_openai",
-    "llama_index.core",
-    "openai",
-    "sentence_transformers",
-    "transformers.models.llama.modeling_llama",
+    *["cacheblend_rag.app.folder_rag", "cacheblend_rag.app.server.app", "cacheblend_rag.langchain"],
+    *["cacheblend_rag.llama_index", "faiss", "langchain.agents", "langchain_classic.chains", "langchain_openai"],
+    *["llama_index.core", "openai", "sentence_transformers", "transformers.models.llama.modeling_llama"],
 ]
 
 
