@@ -324,7 +324,7 @@ class TextItem(_OpenAIBody):
 class _Item(_OpenAIBody):
     """One item of a conversation; clients send back what an answer had, with its labels."""
 
-    ignored = ("id", "status", "phase", "caller", "namespace", "parsed_arguments")
+    ignored: ClassVar[tuple[str, ...]] = ("id", "status", "phase", "caller", "namespace", "parsed_arguments")
 
 
 class MessageItem(_Item):
