@@ -334,13 +334,8 @@ class ThoughtSplitter:
         return self._pieces(final=True)
 
     def _pieces(self, final: bool) -> list[str]:
-        steps = {
-            "start": self._start,
-            "header": self._header,
-            "thought": self._thought,
-            "behind": self._behind,
-            "answer": self._answer,
-        }
+        steps = {"start": self._start, "header": self._header, "thought": self._thought}
+        steps |= {"behind": self._behind, "answer": self._answer}
         pieces: list[str] = []
         while True:
             place = self.place

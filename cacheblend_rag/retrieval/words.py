@@ -57,16 +57,11 @@ class FolderStore(FaissVectorStore):
 
     def similarity_search(self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any) -> list[Document]:
         """Return the documents that fit a question best; see `FaissVectorStore.similarity_search`."""
-        found = self.candidates(query, self.embeddings.embed_query(query), k, filter)
+        found = self.candidates(query, self.embeddings.embed_query(query), k, filter, ())
         return [document for document, _, _ in fused(found, k)]
 
     def candidates(
-        self,
-        query: str,
-        vector: Sequence[float],
-        k: int,
-        filter: Filter | None = None,
-        others: Iterable[FolderStore] = (),
+        self, query: str, vector: Sequence[float], k: int, filter: Filter | None, others: Iterable[FolderStore]
     ) -> list[Found[Document]]:
         """All documents that either search finds, the nearest first.
 

@@ -22,7 +22,7 @@ def places(passages: dict[str, str], asked: list[tuple[str, list[str]]]) -> dict
     store.add_texts(list(passages.values()), ids=list(passages))
     ways: dict[str, list[int]] = {"vectors": [], "words": [], "both": []}
     for question, right in asked:
-        found = store.candidates(question, store.embeddings.embed_query(question), len(passages))
+        found = store.candidates(question, store.embeddings.embed_query(question), len(passages), None, ())
         by_words = sorted(found, key=lambda one: -one[2])
         for way, order in zip(ways.values(), (found, by_words, fused(found, len(found))), strict=True):
             way += [place for place, one in enumerate(order, 1) if one[0].id in right]

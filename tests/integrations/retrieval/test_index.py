@@ -82,7 +82,7 @@ def vector(index: FolderIndex, query: str) -> list[float]:
 
 def sharing(index: FolderIndex, words: str) -> list[str]:
     """Files that hold some of the words."""
-    found = index.store.candidates(words, vector(index, words), 4)
+    found = index.store.candidates(words, vector(index, words), 4, None, ())
     return [document.metadata["source"] for document, _, score in found if score > 0]
 
 
@@ -163,7 +163,7 @@ def test_words_count_by_their_rarity_in_all_folders_that_are_searched(tmp_path: 
     indexes, query = [many.index(), few.index()], "invoice RE-77 paid"
     assert [one.update().files for one in indexes] == [23, 4]
     stores, asked = [one.store for one in indexes], vector(indexes[0], query)
-    of_many, of_few = (max(hit[2] for hit in one.candidates(query, asked, 4, others=stores)) for one in stores)
+    of_many, of_few = (max(hit[2] for hit in one.candidates(query, asked, 4, None, stores)) for one in stores)
     assert of_many < of_few, "the number stands in the smaller folder"
 
 
