@@ -76,11 +76,8 @@ _BY_STYLE = re.compile(r"vertical-align\s*:\s*(super|sub)\b", re.IGNORECASE)
 _AS_IT_IS = re.compile(r"st|nd|rd|th|[™℠®©*]|(\[[^\[\]]*\][\s,–-]*)+")
 _ENDING = re.compile(r"(e|ers?|res?|i?ème|es|de|s?te|[rdtmvn][oa]|[ao]s?|è|nds?)\.?")
 _ON_ERROR = ("raise", "skip")
+_NO_TEXT = "{} holds bytes that are not text in any known encoding; save it as UTF-8"
 LEADS_OUT = "it is a link that leads out of the folder"
-
-
-def _text(name: str, data: bytes) -> tuple[str, ...]:
-    return (_decode(name, data),)
 
 
 def _decode(name: str, data: bytes, *, markup: bool = False) -> str:
@@ -100,7 +97,7 @@ def _decode(name: str, data: bytes, *, markup: bool = False) -> str:
     else:
         text = data.decode(_encoding(name, data, markup), "replace")
     if "\0" in text or text.count("\ufffd") > _BROKEN * len(text):
-        raise _no_text(name)
+        raise DocumentError(_NO_TEXT.format(name))
     return text.removeprefix("\ufeff")
 
 
@@ -128,17 +125,9 @@ def _encoding(name: str, data: bytes, markup: bool) -> str:
         era |= chardet.EncodingEra.LEGACY_ISO
     encoding = chardet.detect(data, encoding_era=era)["encoding"]
     if encoding is None:
-        raise _no_text(name)
+        raise DocumentError(_NO_TEXT.format(name))
     _log.info("%s is read as %s", name, encoding)
     return encoding
-
-
-def _no_text(name: str) -> DocumentError:
-    return DocumentError(f"{name} holds bytes that are not text in any known encoding; save it as UTF-8")
-
-
-def _html(name: str, data: bytes) -> tuple[str, ...]:
-    return (_text_of_html(name, _decode(name, data, markup=True)),)
 
 
 def _text_of_html(name: str, markup: str, left_out: Iterable[str] = ()) -> str:
@@ -337,7 +326,8 @@ def _xlsx_text(name: str, data: bytes) -> str:
     left_out = list[str]()
     found = [(title, rows) for title, rows in sheets(data, left_out) if rows]
     _warn(name, left_out)
-    return "\n\n".join(f"## {title}\n\n{_rows_as_text(name, rows)}" for title, rows in found)
+    texts = (f"## {title}\n\n" + "\n\n".join(_bounded(name, _paragraphs(rows))) for title, rows in found)
+    return "\n\n".join(texts)
 
 
 def _epub_text(name: str, data: bytes) -> str:
@@ -448,14 +438,12 @@ def _csv(name: str, data: bytes) -> tuple[str, ...]:
         delimiter = told[1] if told else max(",;\t|", key=lambda mark: _widths(text, mark))
         if not told and _widths(text, delimiter)[0] < 2 and not re.search(rf"\{delimiter}[^ ]", text):
             delimiter = "\x1f"  # one column of sentences
-        rows = [[cell.strip() for cell in row] for row in _rows(text, delimiter)]
+        rows = [
+            [cell.strip() for cell in row] for row in csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+        ]
     except (csv.Error, ValueError) as error:
         raise DocumentError(f"{name} is not a table of separated values: {error}") from None
-    return (_rows_as_text(name, rows),)
-
-
-def _rows_as_text(name: str, rows: list[list[str]]) -> str:
-    return "\n\n".join(_bounded(name, _paragraphs(rows)))
+    return ("\n\n".join(_bounded(name, _paragraphs(rows))),)
 
 
 def _paragraphs(rows: list[list[str]]) -> Iterator[str]:
@@ -476,13 +464,10 @@ def _paragraphs(rows: list[list[str]]) -> Iterator[str]:
             yield "; ".join(f"{column}: {one}" if column else one for column, one in named if one)
 
 
-def _rows(text: str, delimiter: str) -> Iterator[list[str]]:
-    return csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
-
-
 def _widths(text: str, delimiter: str) -> tuple[int, int]:
     """Columns of the first row, and of the first few together; delimiters within quotes are none."""
-    widths = [len(row) for row in islice(filter(None, _rows(text, delimiter)), _FIRST_ROWS)] or [0]
+    found = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    widths = [len(row) for row in islice(filter(None, found), _FIRST_ROWS)] or [0]
     return widths[0], sum(widths)
 
 
@@ -494,20 +479,16 @@ _CODE = (
 )
 # By suffix. The one list: folders, uploads and the page go by it.
 _READERS: dict[str, Reader] = {
-    **dict.fromkeys(_CODE, _text),
+    **dict.fromkeys((*_CODE, ".markdown", ".md", ".txt"), lambda name, data: (_decode(name, data),)),
+    **dict.fromkeys((".htm", ".html"), lambda name, data: (_text_of_html(name, _decode(name, data, markup=True)),)),
     ".csv": _csv,
     ".docx": _office("a Word document", _docx_text),
     ".epub": _office("a book", _epub_text, xml=False),
-    ".htm": _html,
-    ".html": _html,
     ".json": _json,
     ".jsonl": _json,
-    ".markdown": _text,
-    ".md": _text,
     ".odt": _office("an OpenDocument text", lambda name, data: _text_of_html(name, *open_document(data))),
     ".pdf": _pdf,
     ".pptx": _office("a presentation", lambda name, data: _text_of_html(name, *slides(data))),
-    ".txt": _text,
     ".xlsx": _office("a workbook", _xlsx_text),
 }
 
@@ -601,20 +582,7 @@ def list_files(folder: str | os.PathLike[str], *, may_be_empty: bool = False) ->
         raise DocumentError(f"the folder {root} does not exist; name a folder that holds the documents")
     if not root.is_dir():
         raise DocumentError(f"{root} is a file; name the folder that holds it")
-    found = _walk(root)
-    if not found.readable and not may_be_empty:
-        there = f" (there: {by_suffix(found.others)})" if found.others else ""
-        raise DocumentError(f"the folder {root} holds no {', '.join(SUFFIXES)} file{there}; add documents to it")
-    return found
 
-
-def by_suffix(paths: Iterable[str]) -> str:
-    """Number of files by suffix, the most frequent first: "3 .png, 1 without suffix"."""
-    counts = Counter(_suffix(path) or "without suffix" for path in paths)
-    return ", ".join(f"{count} {suffix}" for suffix, count in sorted(counts.items(), key=lambda one: (-one[1], one[0])))
-
-
-def _walk(root: Path) -> FolderFiles:
     def refuse(error: OSError) -> None:
         raise DocumentError(f"the folder {error.filename} cannot be listed: {error.strerror or error}") from error
 
@@ -630,7 +598,17 @@ def _walk(root: Path) -> FolderFiles:
             if kind is readable and path.is_symlink() and not path.resolve().is_relative_to(real_root):
                 kind = outside
             kind.append(path.relative_to(root).as_posix())
-    return FolderFiles(*(tuple(sorted(one)) for one in (readable, others, outside)))
+    found = FolderFiles(*(tuple(sorted(one)) for one in (readable, others, outside)))
+    if not found.readable and not may_be_empty:
+        there = f" (there: {by_suffix(found.others)})" if found.others else ""
+        raise DocumentError(f"the folder {root} holds no {', '.join(SUFFIXES)} file{there}; add documents to it")
+    return found
+
+
+def by_suffix(paths: Iterable[str]) -> str:
+    """Number of files by suffix, the most frequent first: "3 .png, 1 without suffix"."""
+    counts = Counter(_suffix(path) or "without suffix" for path in paths)
+    return ", ".join(f"{count} {suffix}" for suffix, count in sorted(counts.items(), key=lambda one: (-one[1], one[0])))
 
 
 def read_bytes(folder: str | os.PathLike[str], path: str) -> FileBytes:
