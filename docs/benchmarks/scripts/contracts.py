@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from cacheblend_rag import BlendConfig
 from cacheblend_rag.app.folder_rag import FolderRAG
 from cacheblend_rag.app.options import FolderRAGOptions
 from docs.benchmarks.scripts.common import machine, table, write_json
@@ -101,7 +102,7 @@ def _write_minutes(folder: Path, dice: random.Random) -> list[tuple[str, str]]:
         text = _MINUTES.format(topic=topic, who=who, **facts)
         (folder / f"minutes-{at}.txt").write_text(text, encoding="utf-8")
         if at in (2, 5):
-            asked.append((f"How much is the budget for {topic}?", str(facts["budget"])))
+            asked.append((f"How much is the budget for {topic}?", f"{facts['budget']}000"))
     return asked
 
 
@@ -110,7 +111,8 @@ def measure(model: str, folder: Path) -> dict[str, Any]:
     (docs := folder / "docs").mkdir()
     questions = write_office(docs)
     rows = []
-    options = FolderRAGOptions(docs=docs, model=model, data_dir=folder / "data", max_new_tokens=32)
+    config = BlendConfig(min_tokens=0, prompt_cache=0)  # short prompts are blended, too
+    options = FolderRAGOptions(docs=docs, model=model, data_dir=folder / "data", max_new_tokens=32, config=config)
     with FolderRAG(options) as rag:
         rag.update()
         rag.warm(progress=False)

@@ -9,13 +9,14 @@ the bundled articles, in chunks of 512 tokens. The answers may not end before th
 
 ``python -m docs.benchmarks.scripts.llama_cpp --model smollm2 --idle``
 
-What checking answers while nothing is asked costs the question after: its first token directly behind an answer, and
-two questions with their answers of 16 tokens, checks included.
+What checking answers while nothing is asked costs the next question: the seconds to its first token when it is asked
+directly after an answer, and when it is asked five seconds later, while a check is under way.
 
 ``python -m docs.benchmarks.scripts.llama_cpp --rows squad.jsonl --half choose --count 12 --out rows.json``
 
 How far answers are from full prefill's own 24 tokens, in nats a token, by rule and share of rows, on given questions;
-by the last rule also with records as they are read once they were written in 8 bits.
+by the last rule also with records as they are read once they were written in 8 bits; and how many verified answers
+are the tokens that llama.cpp alone gives. ``--rules`` names the rules.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import resource
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,19 +68,22 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=Path, metavar="FILE", help="questions; divergences by rule are measured")
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--half", choices=("choose", "test"), default="choose")
     parser.add_argument("--count", type=int, default=12, help="questions")
     parser.add_argument("--idle", action="store_true", help="what checks in idle time cost is measured")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.rows is not None:
-        found = divergences(options.model, options.rows, options.half, options.count, options.out)
+        found = divergences(options.model, options.rows, options.half, options.count, options.rules, options.out)
         print(rows_table(found))
+        same, said = [one["same"] for one in found["verified"]], [one["fidelity"] for one in found["verified"]]
+        print(f"verified: {sum(same)} of {len(same)} are llama.cpp's own, {said.count('corrected')} corrected")
         return
     with tempfile.TemporaryDirectory() as folder:
         if options.idle:
             result = checking(options.model, options.chunks, options.rounds, Path(folder))
-            print(table(["verify", "next first token, s", "two answers, s", "checks included, s"], result["table"]))
+            print(table(["verify", "pause, s", "next first token, s", "two answers and checks, s"], result["table"]))
         else:
             result = measure(options.model, options.chunks, options.tokens, options.rounds, Path(folder))
             print(rows(result))
@@ -133,27 +138,34 @@ def measure(model: str, count: int, tokens: int, rounds: int, folder: Path) -> d
 
 
 def checking(model: str, count: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """What ``verify="idle"`` costs the next question, by median seconds, ``off`` and ``idle`` in turn."""
+    """Seconds to the next question's first token by ``verify``, after pauses; and of both answers and their checks."""
     config = BlendConfig(prompt_cache=0, write_back="inline")
-    found: dict[str, list[tuple[float, float, float]]] = {"off": [], "idle": []}
+    ways = [(verify, pause) for pause in (0.0, 5.0) for verify in ("off", "idle")]
+    found: dict[tuple[str, float], list[tuple[float, float]]] = {way: [] for way in ways}
     with BlendEngine.from_pretrained(model, backend="llama.cpp", config=config, store=folder) as engine:
         prompt = _about_articles(engine.tokenizer, count)
         other = replace(prompt, chunks=prompt.chunks[::-1])
         engine.chunks.warm(prompt.chunks, progress=False)
         engine.generate(prompt, max_new_tokens=1)
         for _ in range(rounds):
-            for verify, times in found.items():
+            for (verify, pause), times in found.items():
                 started = time.perf_counter()
                 engine.generate(prompt, max_new_tokens=16, verify=verify)
-                second = engine.generate(other, max_new_tokens=16, verify=verify)
-                answered = time.perf_counter() - started
+                time.sleep(pause)
+                asked = time.perf_counter()
+                stream = engine.stream(other, max_new_tokens=16, verify=verify)
+                next(stream)
+                first = time.perf_counter() - asked
+                for _ in stream:
+                    pass
                 engine.flush()
-                times.append((second.report.ttft, answered, time.perf_counter() - started))
+                times.append((first, time.perf_counter() - started - pause))
     medians = [
-        [verify, *(f"{statistics.median(one):.2f}" for one in zip(*times, strict=True))]
-        for verify, times in found.items()
+        [verify, f"{pause:.0f}", *(f"{statistics.median(one):.2f}" for one in zip(*times, strict=True))]
+        for (verify, pause), times in found.items()
     ]
-    return {"model": model, "rounds": found, "table": medians, "machine": machine("cpu")}
+    rows = [{"verify": verify, "pause": pause, "rounds": times} for (verify, pause), times in found.items()]
+    return {"model": model, "ways": rows, "table": medians, "machine": machine("cpu")}
 
 
 def rows(result: dict[str, Any]) -> str:
@@ -189,17 +201,20 @@ class WrittenToo(MemoryStore):
         self.written.put(key, as_written(record, RecordFormat("int8")))
 
 
-def divergences(model: str, file: Path, half: str, count: int, out: Path | None) -> dict[str, Any]:
-    """Nats a token from full prefill's own answer, a row a question, by rule."""
+def divergences(
+    model: str, file: Path, half: str, count: int, rules: Sequence[str], out: Path | None
+) -> dict[str, Any]:
+    """Nats a token from full prefill's own answer by rule, and whether verified answers are llama.cpp's own."""
     cases = [case for at, case in enumerate(load_cases(str(file))) if at % 2 == (half == "test")]
-    found: list[dict[str, float]] = []
+    found, verified = list[dict[str, float]](), list[dict[str, Any]]()
     store, config = WrittenToo(), BlendConfig(prompt_cache=0)
     with BlendEngine.from_pretrained(model, backend="llama.cpp", config=config, store=store) as engine:
-        engines = {name: engine.with_config(**rule) for name, rule in RULES.items()}
+        engines = {name: engine.with_config(**RULES[name]) for name in rules}
         last = list(engines)[-1]
         engines[f"{last}, 8 bits"] = BlendEngine(
             engine.model, engine.tokenizer, config=engines[last].config, store=store.written
         )
+        alone = Alone(engine.model.file, torch.get_num_threads())
         for case in cases[:: max(1, len(cases) // count)][:count]:
             before, after = render_turns(engine.tokenizer, question_turns("<chunks>", case.question)).split("<chunks>")
             prompt = Prompt(before, [one.chunk for one in case.passages[:PASSAGES]], after, ["\n\n"] * (PASSAGES - 1))
@@ -212,11 +227,25 @@ def divergences(model: str, file: Path, half: str, count: int, out: Path | None)
                 made = Methods(one, prompt).blended()
                 row[name] = answer.divergence(made.cache, made.logits)
             found.append(row)
-            print(len(found), {name: round(value, 3) for name, value in row.items()}, flush=True)
-            result = {"model": model, "questions": file.name, "half": half, "rows": found, "machine": machine("cpu")}
+            verified.append(_verified(engine, prompt, alone))
+            print(len(found), {name: round(value, 3) for name, value in row.items()}, verified[-1], flush=True)
+            result = {"model": model, "questions": file.name, "half": half, "rows": found, "verified": verified}
+            result["machine"] = machine("cpu")
             if out is not None:
                 write_json(out, result)
     return result
+
+
+def _verified(engine: BlendEngine, prompt: Prompt, alone: Runtime) -> dict[str, Any]:
+    """Whether a verified answer has the tokens of a plain loop over llama.cpp."""
+    answer = engine.generate(prompt, max_new_tokens=24, verify="always", stop_repetition=False)
+    ids, own = list(engine.tokenize(prompt).input_ids), list[int]()
+    with alone.sequence() as sequence:
+        logits = alone.compute(ids, 0, sequence, 1)
+        while len(own) < len(answer.token_ids):
+            own.append(int(logits[-1].argmax()))
+            logits = alone.compute(own[-1:], len(ids) + len(own) - 1, sequence, 1)
+    return {"fidelity": answer.report.fidelity, "same": own == list(answer.token_ids)}
 
 
 def rows_table(result: dict[str, Any]) -> str:
