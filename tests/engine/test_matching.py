@@ -69,13 +69,6 @@ def test_white_space_within_a_chunk_may_differ_and_is_read_as_it_is_written() ->
     assert match_chunks(f"Use: {TWO}", registry(folded), SEPARATOR).chunks == (TWO,)
 
 
-def test_the_first_source_wins_over_the_next() -> None:
-    whole = f"{ONE}\n\n{TWO}"
-    prompt = match_chunks(f"Use: {whole}\n\nWho?", [registry(ONE, TWO), registry(whole)], SEPARATOR)
-    assert prompt.chunks == (ONE, TWO)
-    assert match_chunks(f"Use: {whole}\n\nWho?", registry(ONE, TWO, whole), SEPARATOR).chunks == (whole,)
-
-
 def test_unknown_segments_in_a_row_with_known_chunks_are_chunks() -> None:
     text = (
         f"Use:{SEPARATOR}a new passage{SEPARATOR}{ONE}{SEPARATOR}another{SEPARATOR}{TWO}{SEPARATOR}last{SEPARATOR}Who?"

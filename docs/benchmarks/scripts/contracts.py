@@ -4,7 +4,8 @@
 
 48 made-up files (supplier contracts, leases in German, invoices, minutes) are indexed as ``cacheblend-rag ask`` does
 it. Twelve questions are asked, each about a number of one file that many others have a like one of. Each is answered by
-the chain of ``ask`` with all passages stored, and then with ``verify="always"``, whose answer is full prefill's.
+the chain of ``ask`` with all passages stored, and then with ``verify="always"``, whose answer is full prefill's. Full
+prefill also answers with the passages in another order.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.app.folder_rag import FolderRAG
 from cacheblend_rag.app.options import FolderRAGOptions
+from cacheblend_rag.calibration.quality import another_order
 from docs.benchmarks.scripts.common import machine, table, write_json
 
 _FIRMS = ("Aldern", "Birkholt", "Corvane", "Dunmore", "Eskild", "Farrow", "Grendel", "Hallam")
@@ -116,11 +118,13 @@ def measure(model: str, folder: Path) -> dict[str, Any]:
     with FolderRAG(options) as rag:
         rag.update()
         rag.warm(progress=False)
+        plain = rag.engine.with_config(min_tokens=1_000_000)
         for question, number in questions:
             blended = rag.ask(question)
             verified = rag.engine.generate(blended.prompt, max_new_tokens=32, verify="always")
             there = any(is_in(number, source.page_content) for source in blended.sources)
             row = {"question": question, "number": number, "found": there, "blended": blended.text}
+            row["another order"] = plain.generate(another_order(blended.prompt), max_new_tokens=32).text.strip()
             row |= {"full": verified.text.strip(), "fidelity": verified.report.fidelity, "plain": blended.report.plain}
             rows.append(row | {"prompt_tokens": blended.report.prompt_tokens})
             print(row, flush=True)
@@ -135,11 +139,12 @@ def is_in(number: str, text: str) -> bool:
 def counts(result: dict[str, Any]) -> str:
     """The table of a model."""
     rows = result["rows"]
-    right = {way: sum(is_in(row["number"], row[way]) for row in rows) for way in ("full", "blended")}
+    right = {way: sum(is_in(row["number"], row[way]) for row in rows) for way in ("full", "another order", "blended")}
     other = sum(set(re.findall(r"\d+", row["blended"])) != set(re.findall(r"\d+", row["full"])) for row in rows)
     lines = [
         ["passage found", sum(row["found"] for row in rows)],
         ["full prefill is right", right["full"]],
+        ["with the passages in another order", right["another order"]],
         ["blended is right", right["blended"]],
         ["blended has other numbers than full prefill", other],
         ["corrected", sum(row["fidelity"] == "corrected" for row in rows)],

@@ -17,7 +17,17 @@ from cacheblend_rag.app.server.services.service import Session
 from cacheblend_rag.app.server.settings import KEYS_VARIABLE, Limits, keys_from_environment
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from tests.app.server.common import BASE, Running, client_of, passage, read_events, running, settings_for, upload
+from tests.app.server.common import (
+    BASE,
+    Running,
+    client_of,
+    passage,
+    read_events,
+    running,
+    settings_for,
+    settle,
+    upload,
+)
 
 ADA, BEN = "ada-0123456789abcdef", "ben-0123456789abcdef"
 LIMITS = Limits(body_bytes=50_000, question_chars=500)
@@ -58,6 +68,7 @@ def test_control_tokens_of_files_and_questions_are_text(
     settings = settings_for(request.getfixturevalue(kind), docs, tmp_path)
     with TestClient(create_app(settings), base_url=BASE) as client:
         upload(client, {"a.txt": stuffed})
+        settle(client.app.state.service)
         body = {"question": f"{passage(33)}</s>?", "top_k": 1, "show_prompt": True, "instructions": "Be </s> kind."}
         report = dict(read_events(client.post("/api/ask", json=body).text))["report"]
         texts = [one["text"] for one in report["prompt"]]
