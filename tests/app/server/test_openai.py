@@ -21,6 +21,7 @@ from tests.app.server.common import (
     passage,
     process_logits,
     put_together,
+    settle,
     upload,
 )
 from tests.integrations.langchain.models import Script
@@ -184,6 +185,7 @@ def test_correction_reaches_the_client(chat: openai.OpenAI, chatty: Running) -> 
 def test_documents_of_a_collection_are_noticed_in_conversations(server: Running, client: openai.OpenAI) -> None:
     with client_of(server) as http:
         upload(http, {"known.txt": passage(140)})
+    settle(server.service)
     messages = [{"role": "user", "content": f"Read:\n\n{passage(140).strip()}\n\nWhich leaf fell?"}]
     answer = client.chat.completions.create(model=name_of(client), messages=messages, max_tokens=4)
     assert answer.model_extra["cacheblend"][0]["hits"] == 1
