@@ -331,6 +331,6 @@ class Segments:
 
     def _check_model(self, segments: Sequence[Segment]) -> None:
         """Let no KV be stored as that of another adapter."""
-        now = self.model.look()
-        if any(segment.model != now for segment in segments):
+        if {segment.model for segment in segments} != {self.model.look()}:
+            self.latest.clear()  # contexts that were computed meanwhile are of several adapters
             raise StoreError("the model's adapter was switched before this was computed; warm chunks once it is active")

@@ -102,7 +102,7 @@ def load_gguf(file: str | os.PathLike[str], lora: str | os.PathLike[str] | None 
         If its architecture is not supported.
     """
     path = local_path(file)
-    files = [path] if lora is None else [path, Path(lora)]
+    files = [path] if lora is None else [path, Path(lora).expanduser()]
     for one in files:
         check_start(one)
     needed, there = path.stat().st_size + BESIDE_WEIGHTS, total_memory()

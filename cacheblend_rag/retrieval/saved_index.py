@@ -80,7 +80,7 @@ def write_index(folder: str | os.PathLike[str], saved: SavedIndex) -> None:
         for name, data in (("vectors", saved.vectors), ("documents", lines), ("about", json.dumps(about))):
             parts.writestr(name, data)
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fresh = place / f"{_FILE}.new"
+    fresh = place / f"{_FILE}.{os.getpid()}-{id(saved)}.new"  # another process may save now
     write_file(fresh, whole.getvalue())
     fresh.replace(place / _FILE)
 
@@ -106,10 +106,8 @@ def read_index(folder: str | os.PathLike[str]) -> SavedIndex:
         if about["version"] != _VERSION:
             raise ValueError(f"version {about['version']!r}, not {_VERSION}")
         documents = {}
-        for entry in map(json.loads, lines.splitlines()):
-            documents[int(entry["key"])] = Document(
-                id=entry["id"], page_content=entry["text"], metadata=entry["metadata"]
-            )
+        for one in map(json.loads, lines.splitlines()):
+            documents[int(one["key"])] = Document(id=one["id"], page_content=one["text"], metadata=one["metadata"])
         return SavedIndex(vectors, documents, dict(about["state"]), about["part_tokens"])
     except Exception as error:  # damage makes a reader of ZIP files raise errors of many kinds
         raise IndexDamagedError(f"{path} is damaged: {error!r}") from error

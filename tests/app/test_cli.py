@@ -232,6 +232,8 @@ def test_removed_commands_and_flags_name_their_remedy(capsys: Capture) -> None:
     for given, remedy in (
         (["adapt"], "calibrate alone finds"),
         (["cache", "list"], "use cache stats"),
+        (["keys", "list"], "read keys.json"),
+        (["keys", "revoke", "ada"], "its entry is deleted"),
         (["serve", "--keep-conversations", "5"], "the browser keeps conversations"),
         (["serve", "--keep-alive", "-1"], "the system takes its memory back"),
         (["ask", "--int8-prefill", "on", "q"], "multiplied as the weights are"),

@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 
 from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.engine.scheduler import scheduler_of
-from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
+from cacheblend_rag.errors import ModelLoadError, StoreError, UnsupportedModelError
 from cacheblend_rag.models import identity
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.identity import fingerprint
@@ -320,3 +320,21 @@ def test_unloadable_adapter_says_why(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{")
     with pytest.raises(ModelLoadError, match="cannot be read"):
         load_model(folder)
+
+
+def test_contexts_computed_while_adapters_are_switched_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, decoder_kv, calls = two_adapters(), ModelAdapter.decoder_kv, list[int]()
+
+    def switched(self: ModelAdapter, *given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            model.set_adapter("two")
+        return decoder_kv(self, *given)
+
+    with engine_of(model, selection="none") as engine, engine_of(two_adapters(), selection="none") as other:
+        monkeypatch.setattr(ModelAdapter, "decoder_kv", switched)
+        with pytest.raises(StoreError, match="switched"):
+            engine.warm(CHUNKS)
+        model.set_adapter("one")
+        assert engine.warm(CHUNKS).computed == other.warm(CHUNKS).computed == 3
+        torch.testing.assert_close(engine.fuse(PROMPT).logits, other.fuse(PROMPT).logits)

@@ -28,7 +28,8 @@ _CHATTY = ("torch.utils._pytree", "torchao", "bitsandbytes")
 # Commands and flags of earlier versions, as the parser's errors quote them, and what to do instead.
 _REMOVED = {
     "'adapt'": "calibrate alone finds how little recompute a model tolerates",
-    "'list'": "use cache stats",
+    "'list'": "use cache stats, or read keys.json",
+    **dict.fromkeys(("'revoke'", "'use'"), "edit keys.json: a key is revoked when its entry is deleted"),
     "'verify'": "leave it out; a damaged record is computed again when it is read",
     "--out": "leave it out; a run is not continued",
     **{f"--{name.replace('_', '-')}": remedy for name, remedy in REMOVED.items()},

@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.app.cli.arguments import Screen, add_arguments, add_rag_arguments, rag_options
@@ -224,7 +223,8 @@ def _compare(screen: Screen, rag: FolderRAG, answer: Answer) -> None:
         speed = f"{result.ttft * 1e3:>7.1f} ms{full / result.ttft:>8.2f}×"
         near = result.nearness
         how = "–" if result is results[0] else f"{near.words} (KL {near.kl:.3f})"
-        said = shorten(result.text, _LINE, placeholder="…")
+        said = " ".join(result.text.split())
+        said = said[: _LINE - 1] + "…" if len(said) > _LINE else said  # some languages have no spaces to cut at
         line = f"  {result.name:<16}{speed}{f'{result.computed:.0%}':>7}  {how:<52}{said}"
         screen.show((line, "green" if result is results[-1] else ""))
     screen.show(

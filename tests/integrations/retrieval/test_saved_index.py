@@ -79,3 +79,17 @@ def test_altered_and_truncated_files_are_noticed(tmp_path: Path) -> None:
             except IndexDamagedError:
                 pass
     assert unnoticed < len(whole) / 2
+
+
+def test_two_that_save_at_once_leave_a_whole_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = module.write_file
+
+    def write_among_others(path: Path, data: bytes) -> None:
+        write(path, data)
+        monkeypatch.undo()
+        write_index(tmp_path, make("other"))
+
+    monkeypatch.setattr(module, "write_file", write_among_others)
+    write_index(tmp_path, make("one"))
+    assert read_index(tmp_path).state == {"note": "one"}
+    assert [path.name for path in tmp_path.iterdir()] == ["index.zip"]
