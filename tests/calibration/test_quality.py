@@ -62,7 +62,7 @@ def test_prompts_that_do_not_fit_are_left_out(engine: BlendEngine) -> None:
     assert engine.context_window is not None
     long = Prompt("Read. ", [tiny.text(engine.context_window + 1, 7)], " What?")
     assert measure_quality(engine, [long, PROMPTS[0]], max_new_tokens=2, progress=False)[0].prompts == 1
-    with pytest.raises(ConfigError, match="use some that fit the model"):
+    with pytest.raises(ConfigError, match="use prompts that fit the model"):
         measure_quality(engine, [long], max_new_tokens=2)
     with pytest.raises(ConfigError, match="golds=1 is not usable"):
         measure_quality(engine, PROMPTS, [("x",)])
