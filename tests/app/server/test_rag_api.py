@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +223,11 @@ def test_texts_stay_in_their_places_whatever_they_hold(prompts: QuestionPrompt) 
 
 def test_question_without_documents_is_not_the_models(chat_model: Path, tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
-    with running(settings_for(chat_model, tmp_path / "docs", tmp_path / "data")) as made, client_of(made) as client:
+    model = shutil.copytree(chat_model, tmp_path / "model")
+    tokenizer = tiny.tokenizer(bos=False)  # an empty prompt has no token at all
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(model)
+    with running(settings_for(model, tmp_path / "docs", tmp_path / "data")) as made, client_of(made) as client:
         (document,) = upload(client, {"one.txt": passage(341)}).values()
         settle(made.service)
         asked = {"question": QUESTION, "stream": False}

@@ -16,13 +16,14 @@ from cacheblend_rag.calibration.quality import MethodResult
 from cacheblend_rag.config import Reasoning
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import PromptError
-from cacheblend_rag.prompt import Prompt, TokenizedPrompt
+from cacheblend_rag.prompt import Prompt, Span, TokenizedPrompt
 from cacheblend_rag.prompt.chat import CHAT, STUFF, question_turns, render_turns
 from cacheblend_rag.prompt.control import OWN, control_tokens
 from cacheblend_rag.report import Generation
 
 # A "stuff" chain joins documents with this.
 _CHUNK_SEPARATOR = "\n\n"
+_NO_TOKENS = TokenizedPrompt((), Span(0, 0), (), Span(0, 0))
 _SEARCHED = 3  # earlier questions that a search takes into account
 _SHORT = {"full recompute": "full", "prefix caching": "prefix", "full reuse": "reuse", "blended": "blend"}
 
@@ -161,7 +162,9 @@ def report_of(
     show_prompt : bool
         Whether to tell of each token of the prompt. Each of them has to be decoded for that.
     """
-    report, seconds, split = answer.report, answer.report.seconds, engine.tokenize(prompt)
+    report, seconds = answer.report, answer.report.seconds
+    # An empty prompt has no tokens, or a beginning of text alone.
+    split = engine.tokenize(prompt) if prompt.chunks or prompt.suffix else _NO_TOKENS
     chunks = [
         {"hit": bool(tier), "device": tier or None, "bytes": engine.chunks.estimate_bytes([text]), "tokens": len(span)}
         for tier, text, span in zip(report.chunk_tiers, prompt.chunks, split.chunks, strict=True)
