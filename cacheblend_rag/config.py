@@ -639,8 +639,9 @@ class BlendConfig:
         or_auto(_MEMORY),
         """
         Bytes of memory for copies of records from a folder or a shared store; 0 for none. 'auto' is a quarter of the
-        free memory if the model is on a GPU, 256 MB with only a shared store and in `ask` and `serve`, else none. Raise
-        it where reading is slow and memory is free; set 0 where memory is short. See docs/how-to/shared-kv.md.
+        free memory if the model is on a GPU; otherwise 256 MB in `ask` and `serve` and where there is only a shared
+        store; otherwise none. Raise it where reading is slow and memory is free; set 0 where memory is short. See
+        docs/how-to/shared-kv.md.
         """,
     )
     codec: str = _engine_option(
@@ -664,9 +665,9 @@ class BlendConfig:
         1,
         whole(1),
         """
-        Most answers that run at the same time. With more than 1, a request can start between two tokens of the others
-        if memory has room for its KV, and all decode together; rounding then depends on the other requests. Raise it
-        where several people ask at the same time. See docs/explanation/engine.md#several-at-once.
+        Most answers that run at the same time. With more than 1, a request can start while others are answered, if its
+        KV fits into memory. They then share decoding steps, so rounding depends on the other requests. Raise it where
+        several people ask at the same time. See docs/explanation/engine.md#several-at-once.
         """,
     )
     verify: str = _engine_option(

@@ -1,1 +1,1 @@
-"""The engine: the five verbs split, look up, load, fuse, decode, and the scheduler of requests."""
+"""The engine: the five verbs split, choose a route, fuse, decode, verify, and the scheduler of requests."""

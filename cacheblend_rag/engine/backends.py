@@ -60,7 +60,7 @@ def load(model: str | os.PathLike[str], backend: str = "auto", **arguments: Any)
     device, dtype, others = loading_arguments(arguments.pop("device", None), arguments.pop("dtype", None), arguments)
     lora = others.pop("lora", None)
     if backend == "auto":
-        backend = _backend_for(model, device, dtype, others) if lora is None else "llama.cpp"
+        backend = backend_for(model, device, dtype, others) if lora is None else "llama.cpp"
     if backend == "torch":
         if lora is not None:
             raise ConfigError("lora", lora, "leave backend out: llama.cpp computes with adapters in GGUF files")
@@ -72,13 +72,13 @@ def load(model: str | os.PathLike[str], backend: str = "auto", **arguments: Any)
             raise ConfigError(name, value, remedy)
     from cacheblend_rag.llama_cpp.model import load_gguf  # transformers' generation takes a second to import
 
-    file = model if starter is None else starter_gguf(starter)
-    return LoadedModel(*load_gguf(file, lora), os.fspath(model), None)
+    return LoadedModel(*load_gguf(starter_gguf(starter) if starter else model, lora), os.fspath(model), None)
 
 
-def _backend_for(model: str | os.PathLike[str], device: str, dtype: str, others: Mapping[str, Any]) -> str:
-    """The backend of a GGUF file where none is named: PyTorch if an argument needs it, or a GPU is there."""
-    if others or dtype != "auto" or device not in ("auto", "cpu") or torch.cuda.is_available():
+def backend_for(model: str | os.PathLike[str], device: str, dtype: str, others: Mapping[str, Any]) -> str:
+    """The backend where none is named: PyTorch if it is no GGUF file, an argument needs it, or a GPU is there."""
+    is_file = starter_named(model, "language model") is not None or local_path(model).is_file()
+    if not is_file or others or dtype != "auto" or device not in ("auto", "cpu") or torch.cuda.is_available():
         return "torch"
     if is_installed():
         return "llama.cpp"

@@ -1,4 +1,4 @@
-"""BlendEngine: split, look up, load, fuse, decode."""
+"""BlendEngine: split, choose a route, fuse, decode, verify."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def below_this(answer: Callable[[Cancelled], Generation]) -> Callable[[Cancelled
 
 
 def _add_steps(tracer: trace.Tracer, span: trace.Span, report: BlendReport, noted: Noted, began: int) -> None:
-    """A span for each of the five verbs, one behind the other, each as long as the report says."""
+    """A span for each step, one behind the other, each as long as the report says."""
     chunks = report.hits + report.misses
     seconds, at, within = report.seconds, noted.waited, trace.set_span_in_context(span)
     verbs: tuple[tuple[str, float | None, dict[str, Any]], ...] = (

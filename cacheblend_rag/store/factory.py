@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from typing import TypeAlias, TypeGuard
 
@@ -21,6 +22,7 @@ from cacheblend_rag.store.valkey import VALKEY_SCHEMES, ValkeyStore
 StoreLocations: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """Where KV is kept: a folder, the address of a store that machines share, or several, the nearest first."""
 
+_ADDRESS = re.compile("://|" + "|".join(f"^{scheme}:" for scheme in (*S3_SCHEMES, *VALKEY_SCHEMES)))
 _SHARE = 4  # of the memory that is free, the part that holds copies of records for a GPU, unless told otherwise
 # Bytes of memory above a store on another machine, where there is neither a folder nor anything chosen.
 _MEMORY = 256 * 2**20
@@ -67,7 +69,7 @@ def are_locations(store: object) -> TypeGuard[StoreLocations]:
 
 def absolute_locations(store: StoreLocations) -> list[str]:
     """The same locations, independent of the current folder."""
-    return [path if "://" in path else os.path.abspath(path) for path in [os.fspath(one) for one in _each(store)]]
+    return [path if _ADDRESS.search(path) else os.path.abspath(path) for path in map(os.fspath, _each(store))]
 
 
 def open_remote(address: str, form: RecordFormat | None = None) -> RemoteStore:
@@ -106,7 +108,5 @@ def _each(store: StoreLocations) -> Sequence[str | os.PathLike[str]]:
 
 
 def _open(location: str | os.PathLike[str], config: BlendConfig) -> KVStore:
-    form = RecordFormat(config.codec)
-    if "://" in os.fspath(location):
-        return open_remote(os.fspath(location), form)
-    return DiskStore(location, config.store_bytes, form=form)
+    path, form = os.fspath(location), RecordFormat(config.codec)
+    return open_remote(path, form) if _ADDRESS.search(path) else DiskStore(path, config.store_bytes, form=form)

@@ -253,8 +253,8 @@ def check_address(url: str, schemes: Sequence[str], variables: str, field: str =
         The address is not shown if it holds a secret.
     """
     parts = urlsplit(url)
-    if parts.username or parts.password or parts.query:
+    if "@" in (parts.netloc if "://" in url else url) or parts.query:
         remedy = f"leave user, password and query out of the address; credentials come from {variables}"
         raise ConfigError(field, f"{parts.scheme}://…", remedy)
-    if parts.scheme not in schemes:
+    if parts.scheme not in schemes or "://" not in url:
         raise ConfigError(field, url, "use an address that begins with " + ", ".join(f"{one}://" for one in schemes))

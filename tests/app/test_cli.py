@@ -19,10 +19,11 @@ from cacheblend_rag.app.cli import main
 from cacheblend_rag.app.cli.arguments import Screen
 from cacheblend_rag.app.cli.ask import fidelity_line
 from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.llama_cpp.library import is_installed
 from cacheblend_rag.models import starters
 from cacheblend_rag.report import Verification
 from cacheblend_rag.store import DiskStore
-from tests import tiny
+from tests import gguf_files, tiny
 from tests.app.server.common import write_documents
 from tests.contract.test_store import files
 from tests.integrations.retrieval.office import make_docx
@@ -311,6 +312,14 @@ def test_estimate_needs_no_weights(docs: Path, tmp_path: Path, capsys: Capture) 
     assert "codec='int5'" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(torch.accelerator.is_available() or not is_installed(), reason="PyTorch runs the file here")
+def test_estimate_tells_the_type_that_the_backend_stores(tmp_path: Path, capsys: Capture) -> None:
+    path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"))
+    for flags, dtype in (((), "float16"), (("--dtype", "float32"), "float32")):
+        assert main(["cache", "estimate", "--model", str(path), *flags]) == 0
+        assert capsys.readouterr().out.splitlines()[0].endswith(f", {dtype}")
+
+
 def test_profile_is_kept_beside_the_store(model: Path, tmp_path: Path, capsys: Capture) -> None:
     arguments = ["profile", "--model", str(model), "--data-dir", str(tmp_path), "--device", "cpu"]
     assert main([*arguments, "--lengths", "16", "32", "48", "--file-size", "2MB"]) == 0
@@ -331,8 +340,8 @@ def test_fidelity_and_storing(model: Path, docs: Path, tmp_path: Path, capsys: C
     assert ask(model, docs, tmp_path / "data") == 0
     first = capsys.readouterr()
     assert "Exact: this is the full model's answer" in first.out
-    said = r"Storing the KV of 4 of 4 passages, from 4 of 4 files, for the next question: \d left… Ctrl-C ends it\."
-    assert re.search(said, first.err)
+    said = r"of 4 of 4 passages, from 4 of 4 files, for the next question: \d records left… Ctrl-C ends it\."
+    assert re.search(f"Storing the KV {said}", first.err)
     for flags, said in (
         ((), "Checked: the same answer as without reuse. This compares computations, not facts."),
         (("--verify", "off"), "Approximate: not compared with the answer without reuse."),

@@ -109,8 +109,8 @@ def _store(screen: Screen, rag: FolderRAG, answer: Answer) -> None:
     """Store the KV of the answer's new passages, and wait until that is done; an interrupt drops the rest."""
     flush, files = rag.engine.turns.write_back.flush, [one.metadata.get("source") for one in answer.sources]
     new = [file for file, one in zip(files, answer.sources, strict=True) if answer.tiers.get(one.page_content) == ""]
-    passages = f"{len(new)} of {len(files)} passages, from {len(set(new))} of {len(set(files))} files,"
-    text = f"Storing the KV of {passages if new else 'this prompt'} for the next question: {{}} left… Ctrl-C ends it."
+    of = f"{len(new)} of {len(files)} passages, from {len(set(new))} of {len(set(files))} files,"
+    text = f"Storing the KV of {of if new else 'this prompt'} for the next question: {{}} records left… Ctrl-C ends it."
     if left := flush(0.0):
         with screen.step(text.format(left)) as say:
             while left := flush(_LOOKING):

@@ -81,6 +81,7 @@ def _clear(parsed: argparse.Namespace) -> int:
 
 def _estimate(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.config import DEFAULT_MODEL, BlendConfig
+    from cacheblend_rag.engine.backends import backend_for
     from cacheblend_rag.models.loading import load_geometry
     from cacheblend_rag.prompt import PromptTokenizer
     from cacheblend_rag.retrieval.documents import read_folder
@@ -89,7 +90,9 @@ def _estimate(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.store.codecs import CODECS
     from cacheblend_rag.store.record import record_bytes
 
-    shape, tokenizer = load_geometry(parsed.model or DEFAULT_MODEL, parsed.dtype)
+    model = parsed.model or DEFAULT_MODEL
+    dtype = "float16" if backend_for(model, "auto", parsed.dtype, {}) == "llama.cpp" else parsed.dtype
+    shape, tokenizer = load_geometry(model, dtype)
     forms = {name: RecordFormat(name) for name in ([parsed.codec] if parsed.codec else CODECS)}
 
     def info(ids: tuple[int, ...]) -> RecordInfo:
