@@ -289,6 +289,9 @@ REMOVED = {
     "session_cache": "leave it out; prompt_cache keeps the last prompts in memory",
     "keep_alive": "leave it out; a GGUF file is mapped, and the system takes its memory back",
     "keep_conversations": "leave it out; the browser keeps conversations",
+    **dict.fromkeys(("conversations", "conversation_bytes"), "leave it out; the browser keeps conversations"),
+    **dict.fromkeys(("collections", "jobs"), "leave it out; the folder of --docs is the collection"),
+    **dict.fromkeys(("images", "image_pixels"), "leave it out; prompts are text"),
     "prompt_seconds": "leave it out; prompt_chars and prompt_tokens bound a prompt",
     "database": "leave it out; replicas serve one folder, which several machines can mount",
 }

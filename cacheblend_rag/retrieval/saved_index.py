@@ -83,6 +83,11 @@ def write_index(folder: str | os.PathLike[str], saved: SavedIndex) -> None:
     fresh = place / f"{_FILE}.{os.getpid()}-{id(saved)}.new"  # another process may save now
     write_file(fresh, whole.getvalue())
     fresh.replace(place / _FILE)
+    if (place / "manifest.json").is_file():  # an earlier version's files hold texts that may be deleted since
+        generation = "[0-9a-f]" * 32
+        for name in (f"index-{generation}.faiss", f"chunks-{generation}.jsonl", "manifest.json"):
+            for old in place.glob(name):
+                old.unlink(missing_ok=True)
 
 
 def read_index(folder: str | os.PathLike[str]) -> SavedIndex:

@@ -128,6 +128,7 @@ def test_serve_names_bad_entries_of_an_options_file(file: Path, capsys: Capture)
             "[engine]\ncheck_layers = [3]",
             "check_layers=[3] is not usable: there is no such option any more; give it to",
         ),
+        ("[limits]\ncollections = 3", "collections=3 is not usable: there is no such option any more; leave it out"),
         ("[engine]\nprefetch = true", "prefetch=True is not usable: there is no such option any more; leave it out"),
         ("[server]\nalso_models = 'x'", "also_models='x' is not usable: use a list"),
         ("[engine]\nrecompute_ratio = 2", "[engine] recompute_ratio=2 is not usable: use a number from 0 to 1"),

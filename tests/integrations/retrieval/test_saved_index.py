@@ -20,6 +20,16 @@ def test_the_folder_is_made_for_its_owner_alone(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
 
 
+def test_files_of_an_earlier_version_go_with_the_first_save(tmp_path: Path) -> None:
+    generation = "0123456789abcdef" * 2
+    old = [tmp_path / name for name in ("manifest.json", f"index-{generation}.faiss", f"chunks-{generation}.jsonl")]
+    own = tmp_path / "index-of-names.faiss"
+    for path in (*old, own):
+        path.write_text("a deleted text")
+    write_index(tmp_path, make("one"))
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [own.name, "index.zip"]
+
+
 def test_nothing_saved_here(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for place in (tmp_path, tmp_path / "nowhere", tmp_path / "file"):
