@@ -7,6 +7,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from cacheblend_rag.config import check_whole
 from cacheblend_rag.retrieval.vectorstore import FaissVectorStore, Filter, allowed_keys
 
 T = TypeVar("T")
-_Counts: TypeAlias = npt.NDArray[np.int64]  # [2, words]: the hash of each word of a text, and how often it stands there
+_Counts: TypeAlias = npt.NDArray[np.int64]  # [2, words]: the CRC-32 of each word of a text, and its count
 Found = tuple[T, float, float]
 """A passage, its L2 distance, and the BM25 score of the words that it shares with a question."""
 # Letters of scripts whose words stand together: Thai, Lao, Tibetan, Burmese, Khmer, Han, kana and Hangul. Of these, any
@@ -102,5 +103,5 @@ class FolderStore(FaissVectorStore):
 
 def _counted(text: str) -> _Counts:
     words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
-    counts = Counter(hash("".join(one)) for one in words)
+    counts = Counter(crc32("".join(one).encode()) for one in words)
     return np.array([[*counts], [*counts.values()]], dtype=np.int64)
