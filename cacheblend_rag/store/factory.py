@@ -69,7 +69,8 @@ def are_locations(store: object) -> TypeGuard[StoreLocations]:
 
 def absolute_locations(store: StoreLocations) -> list[str]:
     """The same locations, independent of the current folder."""
-    return [path if _ADDRESS.search(path) else os.path.abspath(path) for path in map(os.fspath, _each(store))]
+    paths = [os.fspath(path) for path in _each(store)]
+    return [path if _ADDRESS.search(path) else os.path.abspath(path) for path in paths]
 
 
 def open_remote(address: str, form: RecordFormat | None = None) -> RemoteStore:
