@@ -53,7 +53,12 @@ def open_store(store: KVStore | StoreLocations | None, config: BlendConfig, *, b
         return MemoryStore(config.store_bytes)
     if not are_locations(store):
         return check_store(store)
-    tiers = [_open(location, config) for location in _each(store)]
+    paths, form = _paths(store), RecordFormat(config.codec)
+    for address in filter(_ADDRESS.search, paths):  # before a folder is made
+        check_remote(address)
+    tiers = list[KVStore]()
+    for at in paths:
+        tiers.append(open_remote(at, form) if _ADDRESS.search(at) else DiskStore(at, config.store_bytes, form=form))
     memory = config.memory_bytes
     if config.memory_limit == "auto":
         remote = all(tier.traits.remote for tier in tiers)
@@ -69,8 +74,7 @@ def are_locations(store: object) -> TypeGuard[StoreLocations]:
 
 def absolute_locations(store: StoreLocations) -> list[str]:
     """The same locations, independent of the current folder."""
-    paths = [os.fspath(path) for path in _each(store)]
-    return [path if _ADDRESS.search(path) else os.path.abspath(path) for path in paths]
+    return [path if _ADDRESS.search(path) else os.path.abspath(path) for path in _paths(store)]
 
 
 def open_remote(address: str, form: RecordFormat | None = None) -> RemoteStore:
@@ -99,15 +103,10 @@ def check_remote(address: str, field: str = "store") -> None:
     check_address(address, (*S3_SCHEMES, *VALKEY_SCHEMES), "the environment", field)
 
 
-def _each(store: StoreLocations) -> Sequence[str | os.PathLike[str]]:
+def _paths(store: StoreLocations) -> list[str]:
     locations = [store] if isinstance(store, (str, os.PathLike)) else store
     if not locations or not all(
         isinstance(location, (str, os.PathLike)) and os.fspath(location) for location in locations
     ):
         raise ConfigError("store", store, _REMEDY)
-    return locations
-
-
-def _open(location: str | os.PathLike[str], config: BlendConfig) -> KVStore:
-    path, form = os.fspath(location), RecordFormat(config.codec)
-    return open_remote(path, form) if _ADDRESS.search(path) else DiskStore(path, config.store_bytes, form=form)
+    return [os.fspath(location) for location in locations]

@@ -137,7 +137,7 @@ class Folder:
         """Passages that may answer a question, of all documents or of some; words are as rare as in all folders."""
         if not len(self._index.store):
             return []
-        chosen = {path for path in self._index.passages if documents is None or self._id(path) in documents}
+        chosen = set() if documents is None else {path for path in self._index.passages if self._id(path) in documents}
         among: Filter | None = None if documents is None else (lambda one: one.metadata["source"] in chosen)
         found = self._index.store.candidates(question, vector, k, among, [one._index.store for one in folders])
         present = [one for one in found if Path(self.path, one[0].metadata["source"]).is_file()]
