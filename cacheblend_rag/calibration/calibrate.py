@@ -20,14 +20,7 @@ from cacheblend_rag.config import BlendConfig, check_above_zero, check_whole
 from cacheblend_rag.engine.decode import DecodeOptions
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fusor.selection import (
-    RULES,
-    SelectBoundary,
-    SelectHKVD,
-    SelectionRule,
-    SelectNone,
-    SelectQuery,
-)
+from cacheblend_rag.fusor.selection import RULES, SelectBoundary, SelectHKVD, SelectionRule, SelectNone, SelectQuery
 from cacheblend_rag.loading import BlendSettings
 from cacheblend_rag.models.plain import check_blends
 from cacheblend_rag.prompt import Prompt

@@ -283,22 +283,27 @@ class LlamaDecode:
     def __call__(self, inputs: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
         """Logits of each step, ``[1, 1, vocab]``; caches grow.
 
-        Where the context of one cannot grow, the error stands in its place, and the others are answered. Of one alone
-        it is raised.
+        Where a context cannot grow, the error stands in the place of its longest answer, and the others are answered
+        in the cells of that. Of one alone it is raised.
         """
         name = cache_argument(self._adapter.model)
         caches: list[SequenceCache] = [one[name] for one in inputs]
         found: dict[int, Any] = {}
         for runtime in dict.fromkeys(cache.runtime for cache in caches):
             here = [at for at, cache in enumerate(caches) if cache.runtime is runtime]
-            rows = [(int(inputs[at]["input_ids"]), caches[at].length, caches[at].sequence) for at in here]
-            try:
-                found |= zip(here, runtime.step(rows, len(rows))[:, None, None], strict=True)
-            except GenerationError as error:
-                if len(inputs) == 1:
-                    raise
-                found |= dict.fromkeys(here, error)
-                continue
+            while here:
+                rows = [(int(inputs[at]["input_ids"]), caches[at].length, caches[at].sequence) for at in here]
+                try:
+                    found |= zip(here, runtime.step(rows, len(rows))[:, None, None], strict=True)
+                    break
+                except GenerationError as error:
+                    if len(inputs) == 1:
+                        raise
+                    longest = max(here, key=lambda at: caches[at].length)
+                    found[longest] = error
+                    here.remove(longest)
+                    if here:
+                        caches[longest].take_back(caches[longest].length)
             for at in here:
                 caches[at].length += 1
         return [found[at] for at in range(len(inputs))]

@@ -97,7 +97,10 @@ class Runtime:
         self._lora = None if lora is None else lib.llama_adapter_lora_init(self._model, os.fsencode(lora))
         if lora is not None and not self._lora:
             raise ModelLoadError(f"llama.cpp cannot load {str(lora)!r}: it is no LoRA adapter for {str(path)!r}")
-        self._open(_CELLS)
+        try:
+            self._open(_CELLS)
+        except GenerationError as error:
+            raise ModelLoadError(str(error)) from error
         states = lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model)
         windowed = lib.llama_model_n_swa(self._model) > 0
         self.shifts = bool(lib.llama_memory_can_shift(self._memory)) and not states and not windowed

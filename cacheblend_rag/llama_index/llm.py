@@ -36,14 +36,7 @@ from cacheblend_rag.engine.decode import default_room, reasoning_of
 from cacheblend_rag.engine.llm_base import LLMBase
 from cacheblend_rag.engine.model_call import ModelCall, Said
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.llama_index.answering import (
-    CUT,
-    CacheBlendEvent,
-    check_whole,
-    delta_of,
-    logprobs_of,
-    thought_of,
-)
+from cacheblend_rag.llama_index.answering import CUT, CacheBlendEvent, check_whole, delta_of, logprobs_of, thought_of
 from cacheblend_rag.llama_index.context import CONTEXT_NAMES, Hint, MarkedMessages, MarkedText, see
 from cacheblend_rag.llama_index.messages import ByTemplate, answer_message, calls_of, growing_message, turns_of
 from cacheblend_rag.llama_index.tracking import (

@@ -1,14 +1,6 @@
 """LOOK UP: KV of segments, kept by content."""
 
-from cacheblend_rag.store.base import (
-    KVRecord,
-    KVStore,
-    RecordInfo,
-    StoredKV,
-    StoreStats,
-    StoreTraits,
-    record_key,
-)
+from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, StoreStats, StoreTraits, record_key
 from cacheblend_rag.store.disk import DiskEntry, DiskStore
 from cacheblend_rag.store.factory import StoreLocations, open_store
 from cacheblend_rag.store.memory import MemoryStore

@@ -12,15 +12,7 @@ from urllib.parse import urlsplit
 
 from cacheblend_rag.config import check_above_zero
 from cacheblend_rag.errors import ConfigError, RecordError, StoreError, StoreUnreachableError
-from cacheblend_rag.store.base import (
-    KVRecord,
-    KVStore,
-    RecordInfo,
-    StoredKV,
-    StoreTraits,
-    Warnings,
-    discard,
-)
+from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, StoreTraits, Warnings, discard
 from cacheblend_rag.store.record import EncodedRecord, RecordFormat
 
 _log = logging.getLogger(__name__)

@@ -34,14 +34,6 @@ def engine() -> Iterator[BlendEngine]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    for part in tiny_parts():
-        part.save_pretrained(folder)
-    return folder
-
-
 def say(llm: Any, asked: str = "What fell?", **options: Any) -> str:
     """A whole answer's text."""
     if isinstance(llm, LlamaIndexLLM):

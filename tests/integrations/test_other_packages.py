@@ -45,14 +45,6 @@ def engine() -> BlendEngine:
     return tiny_engine()
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    for part in tiny_parts():
-        part.save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_argument_works_or_its_error_names_the_right_one(kind: Any, engine: BlendEngine) -> None:
     for name, (value, remedy) in OTHERS.items():

@@ -18,6 +18,7 @@ from cacheblend_rag.engine.scheduler import ModelTime, Scheduler, _Step
 from cacheblend_rag.errors import ConfigError, GenerationError, ModelLoadError
 from cacheblend_rag.llama_cpp.adapter import LlamaDecode
 from cacheblend_rag.llama_cpp.blend import _attention
+from cacheblend_rag.llama_cpp.cache import SequenceCache
 from cacheblend_rag.llama_cpp.library import library
 from cacheblend_rag.llama_cpp.model import load_gguf
 from cacheblend_rag.llama_cpp.runtime import Runtime
@@ -75,8 +76,7 @@ def test_state_is_read_and_written_as_llama_cpp_does(loaded):
     with runtime.sequence() as one:
         runtime.compute(list(range(5, 25)), 0, one)
         state = runtime.state(one)
-    keys, values = runtime.layout.read(state, 0, 20)
-    again = runtime.layout.write(keys, values, 0)
+    again = runtime.layout.write(*runtime.layout.read(state, 0, 20), 0)
     assert np.array_equal(state[8:], again[8:])  # the sequence's number aside
 
 
@@ -95,8 +95,7 @@ def test_attention_of_the_question_is_pytorchs_on_every_layer(loaded, torch_mode
 
 def test_moved_kv_is_that_of_its_new_place(loaded):
     """Keys of the first layer depend on a token and its position alone."""
-    adapter = engine_of(loaded).adapter
-    ids = list(range(40, 60))
+    adapter, ids = engine_of(loaded).adapter, list(range(40, 60))
     (kv,) = adapter.segments_kv(list(range(5, 30)), [ids])
     (own,) = adapter.segments_kv((), [ids])
     assert torch.allclose(kv.keys[0].float(), own.keys[0].float(), atol=2e-2, rtol=1e-2)
@@ -153,8 +152,7 @@ for round in itertools.count():
     engine.forget(CHUNKS)
 """
     output = tmp_path / "output"
-    arguments = ["-c", program, str(file), str(tmp_path / "kv")]
-    process = start_program(arguments, Path.cwd(), output, tmp_path / "errors")
+    process = start_program(["-c", program, str(file), str(tmp_path / "kv")], Path.cwd(), output, tmp_path / "errors")
     until(lambda: output.exists() and output.read_text().count("\n") > 2)
     process.kill()
     process.join()
@@ -372,7 +370,7 @@ def test_model_is_given_back_where_its_context_cannot_be_made(file, monkeypatch)
     freed, _ = list[int](), gc.collect()
     monkeypatch.setattr(library(), "llama_init_from_model", lambda *_: None)
     monkeypatch.setattr(library(), "llama_model_free", freed.append)
-    with pytest.raises(GenerationError, match="could not make a context"):
+    with pytest.raises(ModelLoadError, match="could not make a context"):
         load_gguf(file)
     gc.collect()
     assert len(freed) == 1
@@ -393,6 +391,20 @@ def test_answer_whose_context_cannot_grow_fails_alone(loaded, monkeypatch):
     assert "ask with fewer documents" in str(failed.error)
     with pytest.raises(GenerationError, match="ask with fewer documents"):
         decode(inputs[:1])
+
+
+def test_longest_answer_fails_alone_where_the_shared_context_cannot_grow(file, monkeypatch):
+    monkeypatch.setattr("cacheblend_rag.llama_cpp.runtime._CELLS", 512)
+    adapter = engine_of(load_gguf(file)).adapter
+    long, short = (SequenceCache(adapter.runtime, adapter.runtime.take(), 0) for _ in range(2))
+    adapter.extend(short, list(range(5, 17)), 1)
+    expected = adapter.extend(copy.copy(short), [9])
+    adapter.extend(long, [5 + number % 40 for number in range(499)], 1)
+    monkeypatch.setattr("cacheblend_rag.llama_cpp.runtime.free_memory", lambda: 0)
+    inputs = [{"input_ids": torch.tensor([[9]]), cache_argument(adapter.model): cache} for cache in (long, short)]
+    failed, taken = LlamaDecode(adapter)(inputs)
+    assert "ask with fewer documents" in str(failed)
+    assert torch.allclose(taken[0], expected, atol=1e-3)
 
 
 def test_lora_adapter_is_added_to_the_weights_and_its_kv_is_its_own(file, loaded, torch_model, tmp_path):

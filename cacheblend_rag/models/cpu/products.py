@@ -19,12 +19,7 @@ import torch
 from torch import nn
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.models.cpu.kernels import (
-    ANY_ROWS,
-    arranged_by_onednn,
-    most_rows,
-    onednn_product,
-)
+from cacheblend_rag.models.cpu.kernels import ANY_ROWS, arranged_by_onednn, most_rows, onednn_product
 from cacheblend_rag.models.loading import in_hardware
 from cacheblend_rag.models.memory import total_memory
 from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides, is_compiled

@@ -16,7 +16,8 @@ directly after an answer, and when it is asked five seconds later, while a check
 
 How far answers are from full prefill's own 24 tokens, in nats a token, by rule and share of rows, on given questions;
 by the last rule also with records as they are read once they were written in 8 bits; and how many verified answers
-are the tokens that llama.cpp alone gives. ``--rules`` names the rules.
+are the tokens that llama.cpp alone gives. ``--rules`` names the rules. ``--backend torch --rules default`` measures
+what PyTorch does by default on the same questions.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,14 +68,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=Path, metavar="FILE", help="questions; divergences by rule are measured")
-    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=[name for name in RULES if name != "default"])
+    parser.add_argument("--backend", choices=("llama.cpp", "torch"), default="llama.cpp", help="for --rows")
     parser.add_argument("--half", choices=("choose", "test"), default="choose")
     parser.add_argument("--count", type=int, default=12, help="questions")
     parser.add_argument("--idle", action="store_true", help="what checks in idle time cost is measured")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.rows is not None:
-        found = divergences(options.model, options.rows, options.half, options.count, options.rules, options.out)
+        found = divergences(options)
         print(rows_table(found))
         same, said = [one["same"] for one in found["verified"]], [one["fidelity"] for one in found["verified"]]
         print(f"verified: {sum(same)} of {len(same)} are llama.cpp's own, {said.count('corrected')} corrected")
@@ -185,6 +186,7 @@ def rows(result: dict[str, Any]) -> str:
 
 
 RULES: dict[str, dict[str, Any]] = {
+    "default": {},
     "nothing": {"selection": "none"},
     "heads, 15%": {"selection": "boundary", "recompute_ratio": 0.15},
     **{f"question, {share:.0%}": {"selection": "query", "recompute_ratio": share} for share in (0.02, 0.05, 0.1, 0.15)},
@@ -201,21 +203,21 @@ class WrittenToo(MemoryStore):
         self.written.put(key, as_written(record, RecordFormat("int8")))
 
 
-def divergences(
-    model: str, file: Path, half: str, count: int, rules: Sequence[str], out: Path | None
-) -> dict[str, Any]:
+def divergences(options: argparse.Namespace) -> dict[str, Any]:
     """Nats a token from full prefill's own answer by rule, and whether verified answers are llama.cpp's own."""
-    cases = [case for at, case in enumerate(load_cases(str(file))) if at % 2 == (half == "test")]
+    cases = load_cases(str(options.rows))[options.half == "test" :: 2]
     found, verified = list[dict[str, float]](), list[dict[str, Any]]()
     store, config = WrittenToo(), BlendConfig(prompt_cache=0)
-    with BlendEngine.from_pretrained(model, backend="llama.cpp", config=config, store=store) as engine:
-        engines = {name: engine.with_config(**RULES[name]) for name in rules}
-        last = list(engines)[-1]
-        engines[f"{last}, 8 bits"] = BlendEngine(
-            engine.model, engine.tokenizer, config=engines[last].config, store=store.written
-        )
-        alone = Alone(engine.model.file, torch.get_num_threads())
-        for case in cases[:: max(1, len(cases) // count)][:count]:
+    with BlendEngine.from_pretrained(options.model, backend=options.backend, config=config, store=store) as engine:
+        engines = {name: engine.with_config(**RULES[name]) for name in options.rules}
+        alone = None
+        if options.backend == "llama.cpp":
+            last = list(engines)[-1]
+            engines[f"{last}, 8 bits"] = BlendEngine(
+                engine.model, engine.tokenizer, config=engines[last].config, store=store.written
+            )
+            alone = Alone(engine.model.file, torch.get_num_threads())
+        for case in cases[:: max(1, len(cases) // options.count)][: options.count]:
             before, after = render_turns(engine.tokenizer, question_turns("<chunks>", case.question)).split("<chunks>")
             prompt = Prompt(before, [one.chunk for one in case.passages[:PASSAGES]], after, ["\n\n"] * (PASSAGES - 1))
             full = Methods(engine, prompt)
@@ -227,12 +229,12 @@ def divergences(
                 made = Methods(one, prompt).blended()
                 row[name] = answer.divergence(made.cache, made.logits)
             found.append(row)
-            verified.append(_verified(engine, prompt, alone))
-            print(len(found), {name: round(value, 3) for name, value in row.items()}, verified[-1], flush=True)
-            result = {"model": model, "questions": file.name, "half": half, "rows": found, "verified": verified}
-            result["machine"] = machine("cpu")
-            if out is not None:
-                write_json(out, result)
+            verified += [_verified(engine, prompt, alone)] if alone else []
+            print(len(found), {name: round(value, 3) for name, value in row.items()}, verified[-1:], flush=True)
+            result = {key: str(getattr(options, key)) for key in ("model", "backend", "half")}
+            result |= {"questions": options.rows.name, "rows": found, "verified": verified, "machine": machine("cpu")}
+            if options.out is not None:
+                write_json(options.out, result)
     return result
 
 

@@ -36,13 +36,7 @@ from langgraph.graph import START, StateGraph
 from transformers.generation import SuppressTokensLogitsProcessor
 from typing_extensions import TypedDict
 
-from cacheblend_rag.langchain import (
-    CacheBlendLLM,
-    CacheBlendMiddleware,
-    ChatCacheBlend,
-    known_chunks,
-    track,
-)
+from cacheblend_rag.langchain import CacheBlendLLM, CacheBlendMiddleware, ChatCacheBlend, known_chunks, track
 from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
 from tests.integrations.langchain.models import (
     Ended,
