@@ -243,8 +243,7 @@ class FaissVectorStore(VectorStore):
     ) -> list[tuple[Document, float]]:
         """Return the documents nearest to a vector with their L2 distances; see `similarity_search`."""
         with self._lock:
-            found = self._search(embedding, k, allowed_keys(self._items, filter))
-            return [(document, distance) for document, _, distance in found]
+            return [(one, far) for one, _, far in self._search(embedding, k, allowed_keys(self._items, filter))]
 
     def _search(
         self, embedding: Sequence[float], k: int, allowed: Sequence[int] | None
@@ -276,9 +275,7 @@ class FaissVectorStore(VectorStore):
         parameters, total = None, self.vectors
         if allowed is not None:
             rows = self._rows_of(allowed)
-            parameters, total = faiss.SearchParameters(), len(rows)
-            selector = faiss.IDSelectorBatch(rows)
-            parameters.sel = selector
+            parameters, total = faiss.SearchParameters(sel=faiss.IDSelectorBatch(rows)), len(rows)
         count = int(min(k + 1, total))
         while True:
             squared, found = self._faiss.search(query, count, params=parameters)  # [1, count] each

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 from zlib import crc32
 
@@ -58,47 +58,47 @@ class FolderStore(FaissVectorStore):
 
     def similarity_search(self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any) -> list[Document]:
         """Return the documents that fit a question best; see `FaissVectorStore.similarity_search`."""
-        found = self.candidates(query, self.embeddings.embed_query(query), k, filter, ())
+        found = self.candidates(self.embeddings.embed_query(query), k, filter, scores_by_words(query, [self]))
         return [document for document, _, _ in fused(found, k)]
 
     def candidates(
-        self, query: str, vector: Sequence[float], k: int, filter: Filter | None, others: Iterable[FolderStore]
+        self, vector: Sequence[float], k: int, filter: Filter | None, scores: Mapping[str, float]
     ) -> list[Found[Document]]:
-        """All documents that either search finds, the nearest first.
-
-        Words count by their rarity here and in ``others``, so that scores of several stores can be compared.
-        """
+        """All documents that either search finds, the nearest first; ``scores`` are those of `scores_by_words`."""
         check_whole("k", k, 1)
-        count, counted = max(k, _CANDIDATES), [one for other in others if other is not self for one in other._counts()]
+        count = max(k, _CANDIDATES)
         with self._lock:
-            allowed, scores = allowed_keys(self._items, filter), self._scores(query, counted)
-            sharing = [key for key in (scores if allowed is None else allowed) if scores[key] > 0]
-            least = sorted((scores[key] for key in sharing), reverse=True)[:count][-1:]
-            named = [key for key in sharing if scores[key] >= least[0]]
+            allowed = allowed_keys(self._items, filter)
+            among = self._items if allowed is None else allowed
+            shared = {key: scores.get(self._items[key].page_content, 0.0) for key in among}
+            least = sorted((one for one in shared.values() if one > 0), reverse=True)[:count][-1:]
+            named = [key for key, one in shared.items() if least and one >= least[0]]
             hits = self._search(vector, count, allowed) + self._search(vector, len(named) or 1, named)
-        found = {key: (document, far, scores[key]) for document, key, far in hits}
+        found = {key: (document, far, shared[key]) for document, key, far in hits}
         return sorted(found.values(), key=lambda one: (one[1], one[0].page_content, one[0].id))
 
-    def _counts(self) -> list[_Counts]:
-        """Words of all documents. Those of new ones are counted, and those of others are dropped."""
+    def _counts(self) -> list[tuple[str, _Counts]]:
+        """All texts and their words. Those of new ones are counted, and those of others are dropped."""
         with self._lock:
             texts = [one.page_content for one in self._items.values()]
             self._words = {text: self._words[text] if text in self._words else _counted(text) for text in texts}
-            return [self._words[text] for text in texts]
+            return [(text, self._words[text]) for text in texts]
 
-    def _scores(self, query: str, others: Sequence[_Counts]) -> dict[int, float]:
-        """BM25 scores of all documents, by key, as among them and others."""
-        held = [*self._counts(), *others] or [_counted("")]
-        words, counts = np.concatenate(held, axis=1)  # [words of all documents] each
-        rows = np.repeat(np.arange(len(held)), [one.shape[1] for one in held])
-        long = np.bincount(rows, counts, len(held))
-        long = 1 - _SHORT + _SHORT * long / max(long.mean(), 1)
-        shared = np.isin(words, _counted(query)[0])
-        words, counts, rows = words[shared], counts[shared], rows[shared]
-        _, which, frequencies = np.unique(words, return_inverse=True, return_counts=True)
-        rarity = np.log(1 + (len(held) - frequencies + 0.5) / (frequencies + 0.5))[which]
-        scores = np.bincount(rows, rarity * counts * (_SOON + 1) / (counts + _SOON * long[rows]), len(held))
-        return dict(zip(self._items, scores.tolist(), strict=False))
+
+def scores_by_words(query: str, stores: Iterable[FolderStore]) -> dict[str, float]:
+    """BM25 scores of all texts of some stores. Words count by their rarity in all of them."""
+    found = [one for store in stores for one in store._counts()] or [("", _counted(""))]
+    texts, held = zip(*found, strict=True)
+    words, counts = np.concatenate(held, axis=1)  # [words of all documents] each
+    rows = np.repeat(np.arange(len(held)), [one.shape[1] for one in held])
+    long = np.bincount(rows, counts, len(held))
+    long = 1 - _SHORT + _SHORT * long / max(long.mean(), 1)
+    shared = np.isin(words, _counted(query)[0])
+    words, counts, rows = words[shared], counts[shared], rows[shared]
+    _, which, frequencies = np.unique(words, return_inverse=True, return_counts=True)
+    rarity = np.log(1 + (len(held) - frequencies + 0.5) / (frequencies + 0.5))[which]
+    scores = np.bincount(rows, rarity * counts * (_SOON + 1) / (counts + _SOON * long[rows]), len(held))
+    return dict(zip(texts, scores.tolist(), strict=True))
 
 
 def _counted(text: str) -> _Counts:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from itertools import pairwise
 
 from cacheblend_rag.app.collection import ARTICLES_PATH
@@ -351,22 +351,10 @@ def test_looking_at_hostile_and_odd_text_takes_time_and_room_by_its_length_alone
 
 
 def test_threads_find_what_one_thread_finds() -> None:
-    draw, finder, alone, errors = random.Random(2), RepeatedText(2000), RepeatedText(2000), list[BaseException]()
+    draw, finder, alone = random.Random(2), RepeatedText(2000), RepeatedText(2000)
     prompts = [joined(draw.sample(passages(), 5), f"Number {number}?") for number in range(40)]
-
-    def work(some: Sequence[str]) -> None:
-        try:
-            for prompt in some:
-                found_in(finder, prompt)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(prompts[number::4],)) for number in range(4)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert not errors
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(partial(found_in, finder), prompts))
     for prompt in prompts:
         found_in(alone, prompt)
     last = joined(passages()[:3], "At last?")

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
-from cacheblend_rag.retrieval.words import FolderStore, fused
+from cacheblend_rag.retrieval.words import FolderStore, fused, scores_by_words
 
 RESULT = Path(__file__).parents[1] / "retrieval.json"
 
@@ -22,7 +22,8 @@ def places(passages: dict[str, str], asked: list[tuple[str, list[str]]]) -> dict
     store.add_texts(list(passages.values()), ids=list(passages))
     ways: dict[str, list[int]] = {"vectors": [], "words": [], "both": []}
     for question, right in asked:
-        found = store.candidates(question, store.embeddings.embed_query(question), len(passages), None, ())
+        vector, scores = store.embeddings.embed_query(question), scores_by_words(question, [store])
+        found = store.candidates(vector, len(passages), None, scores)
         by_words = sorted(found, key=lambda one: -one[2])
         for way, order in zip(ways.values(), (found, by_words, fused(found, len(found))), strict=True):
             way += [place for place, one in enumerate(order, 1) if one[0].id in right]

@@ -21,6 +21,7 @@ from cacheblend_rag.app.server.services.service import Service
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.chunks import Chunks
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.retrieval import words
 from tests.app.server.common import (
     BASE,
     Running,
@@ -219,6 +220,17 @@ def test_tenants_see_the_base_folder_and_no_other(guarded: Running, ada: httpx.C
     assert len(salts) == 2
     kept = guarded.service.sessions["ada"].folder / "salt"
     assert kept.stat().st_mode & 0o777 == 0o600
+
+
+def test_search_of_two_folders_scores_words_once(
+    guarded: Running, ada: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload(ada, {"second.txt": passage(75)})
+    settle(guarded.service)
+    counted, count = list[str](), words._counted
+    monkeypatch.setattr(words, "_counted", lambda text: (counted.append(text), count(text))[1])
+    assert ada.post("/api/search", json={"question": "Which leaf?"}).status_code == 200
+    assert counted.count("Which leaf?") == 1
 
 
 def test_stored_kv_and_known_texts_of_one_tenant_do_not_show_to_another(

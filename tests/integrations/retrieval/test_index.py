@@ -16,6 +16,7 @@ from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.retrieval.index import FolderIndex, IndexReport
 from cacheblend_rag.retrieval.splitting import SplitSettings, split
 from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
+from cacheblend_rag.retrieval.words import scores_by_words
 from tests.integrations.retrieval.conftest import static_model
 
 FILES = {
@@ -82,7 +83,7 @@ def vector(index: FolderIndex, query: str) -> list[float]:
 
 def sharing(index: FolderIndex, words: str) -> list[str]:
     """Files that hold some of the words."""
-    found = index.store.candidates(words, vector(index, words), 4, None, ())
+    found = index.store.candidates(vector(index, words), 4, None, scores_by_words(words, [index.store]))
     return [document.metadata["source"] for document, _, score in found if score > 0]
 
 
@@ -163,7 +164,8 @@ def test_words_count_by_their_rarity_in_all_folders_that_are_searched(tmp_path: 
     indexes, query = [many.index(), few.index()], "invoice RE-77 paid"
     assert [one.update().files for one in indexes] == [23, 4]
     stores, asked = [one.store for one in indexes], vector(indexes[0], query)
-    of_many, of_few = (max(hit[2] for hit in one.candidates(query, asked, 4, None, stores)) for one in stores)
+    scores = scores_by_words(query, stores)
+    of_many, of_few = (max(hit[2] for hit in one.candidates(asked, 4, None, scores)) for one in stores)
     assert of_many < of_few, "the number stands in the smaller folder"
 
 

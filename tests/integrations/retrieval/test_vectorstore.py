@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,23 +82,15 @@ def test_documents_given_and_returned_are_copies() -> None:
 
 def test_threads_may_add_remove_and_search_at_once() -> None:
     store = points("0 0", ids=["fixed"])
-    errors: list[BaseException] = []
 
     def work(number: int) -> None:
-        try:
-            for turn in range(30):
-                ids = store.add_texts([f"{number} {turn}"] * 2, ids=[f"{number}-{turn}", f"{number}-again"])
-                assert found(store, "0 0", 1) == ["0 0"]
-                store.delete(ids[:1])
-        except BaseException as error:
-            errors.append(error)
+        for turn in range(30):
+            ids = store.add_texts([f"{number} {turn}"] * 2, ids=[f"{number}-{turn}", f"{number}-again"])
+            assert found(store, "0 0", 1) == ["0 0"]
+            store.delete(ids[:1])
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(1, 5)))
     assert {one.id for one in store.documents()} == {"fixed", *(f"{n}-again" for n in range(1, 5))}
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 import unicodedata
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,7 +91,8 @@ class Folder:
         changed: Callable[[IndexReport, int], object] = lambda report, failed: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.path, self._index, self._lasting, self._clock = index.folder, index, lasting, clock
+        self.path, self.store = index.folder, index.store
+        self._index, self._lasting, self._clock = index, lasting, clock
         self._read, self._forget, self._changed = index.read, index.on_delete or (lambda texts: None), changed
         index.read, index.on_delete = self._read_one, self._erase
         self._lock = threading.RLock()
@@ -132,14 +133,12 @@ class Folder:
         return any(self._id(path) == id for path in self._files)
 
     def candidates(
-        self, question: str, vector: list[float], k: int, documents: Sequence[str] | None, folders: Sequence[Folder]
+        self, vector: list[float], k: int, documents: Sequence[str] | None, scores: Mapping[str, float]
     ) -> list[Found[SearchHit]]:
-        """Passages that may answer a question, of all documents or of some; words are as rare as in all folders."""
-        if not len(self._index.store):
-            return []
+        """Passages that may answer a question, of all documents or of some; see `FolderStore.candidates`."""
         chosen = set() if documents is None else {path for path in self._index.passages if self._id(path) in documents}
         among: Filter | None = None if documents is None else (lambda one: one.metadata["source"] in chosen)
-        found = self._index.store.candidates(question, vector, k, among, [one._index.store for one in folders])
+        found = self.store.candidates(vector, k, among, scores)
         present = [one for one in found if Path(self.path, one[0].metadata["source"]).is_file()]
         return [(self._hit(document, far), far, shared) for document, far, shared in present]
 
@@ -152,7 +151,7 @@ class Folder:
             404 if there is none.
         """
         path = next((path for path in self._index.passages if self._id(path) == id), None)
-        found = [] if path is None else self._index.store.get_by_ids([f"{path}#{number}"])
+        found = [] if path is None else self.store.get_by_ids([f"{path}#{number}"])
         if path is None or not found or not Path(self.path, path).is_file():
             raise Problem(404, "no_passage", "there is no such passage")
         return self._hit(found[0], 0.0)

@@ -34,7 +34,7 @@ from cacheblend_rag.prompt.registry import ChunkRegistry, WrittenForms
 from cacheblend_rag.prompt.repeated import RepeatedTexts
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.retrieval.index import IndexReport
-from cacheblend_rag.retrieval.words import fused
+from cacheblend_rag.retrieval.words import fused, scores_by_words
 from cacheblend_rag.store.base import KVStore, StoreStats
 
 _T = TypeVar("_T")
@@ -414,7 +414,8 @@ class Session:
     def search(self, query: str, k: int, documents: Sequence[str] | None = None) -> list[SearchHit]:
         """The passages that fit a question best, of all documents or of some."""
         vector = self.service.embeddings.embed_query(query)
-        found = [one for folder in self.folders for one in folder.candidates(query, vector, k, documents, self.folders)]
+        scores = scores_by_words(query, [folder.store for folder in self.folders])
+        found = [one for folder in self.folders for one in folder.candidates(vector, k, documents, scores)]
         return [hit for hit, _, _ in fused(found, k)]
 
     def passage(self, document: str, number: int) -> SearchHit:
