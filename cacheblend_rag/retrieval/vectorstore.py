@@ -215,7 +215,8 @@ class FaissVectorStore(VectorStore):
         k : int
             How many at most.
         filter : mapping or callable, optional
-            Metadata that a document must have (each entry equal), or a function that says whether it may be found.
+            Metadata that a document must have (each entry equal), or a function that says whether it may be found. The
+            function is given the stored document, not a copy, and must not change it.
 
         Raises
         ------
