@@ -340,11 +340,9 @@ def _loaded(name: str, path: Path, loading: Mapping[str, Any]) -> SentenceTransf
     try:
         return SentenceTransformer(str(path) if path.exists() else name, **loading)
     except Exception as error:  # hub, file and configuration errors have no common base
-        remedy = (
-            "name a folder that SentenceTransformer.save wrote"
-            if path.exists()
-            else "check the id and the network, or name the folder of a saved model"
-        )
+        remedy = "check the id and the network, or name the folder of a saved model"
+        if path.exists():
+            remedy = "name a folder that SentenceTransformer.save wrote"
         raise EmbedderError(
             f"the embedding model {name} cannot be loaded ({type(error).__name__}: {error}); {remedy}"
         ) from error

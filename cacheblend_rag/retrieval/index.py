@@ -256,7 +256,11 @@ class FolderIndex:
         try:
             forgotten = self._forget(leaving, staying + scan.chunks)
         finally:
-            self._save()
+            if self._unsaved:
+                state = {"kind": _KIND, "files": scan.hashes, "leaving": self._leaving}
+                state |= {"splitter": asdict(self.settings), "probes": self._fingerprint.tolist()}
+                self.store.save(self.index_dir, state)
+                self._unsaved = False
         return IndexReport(
             files=len(scan.hashes),
             unchanged=len(unchanged),
@@ -353,9 +357,7 @@ class FolderIndex:
 
     def _hashes_of(self, saved: SavedIndex) -> dict[str, str]:
         if saved.state.get("kind") != _KIND:
-            raise ConfigError(
-                "index_dir", str(self.index_dir), "name a folder of its own, another vector store is here"
-            )
+            raise ConfigError("index_dir", str(self.index_dir), "use a folder of its own, another vector store is here")
         hashes = saved.state.get("files")
         if not isinstance(hashes, dict):
             raise IndexDamagedError(f"the index in {self.index_dir} does not say which files it holds")
@@ -371,13 +373,6 @@ class FolderIndex:
         if saved.part_tokens != part_tokens_of(self.store.embeddings):
             return "chunks are embedded in other parts than before"
         return "" if same_model(saved.state.get("probes"), self._fingerprint) else "the embedding model changed"
-
-    def _save(self) -> None:
-        if not self._unsaved:
-            return
-        state = {"kind": _KIND, "files": self._hashes, "leaving": self._leaving, "splitter": asdict(self.settings)}
-        self.store.save(self.index_dir, {**state, "probes": self._fingerprint.tolist()})
-        self._unsaved = False
 
     @cached_property
     def _fingerprint(self) -> EmbedderFingerprint:

@@ -11,6 +11,7 @@ import json
 import os
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from cacheblend_rag.errors import ConfigError, DocumentError
 
 _FILE = "index.zip"
 _VERSION = 3  # raised when files are read or split otherwise
+_ABANDONED = 3600.0  # seconds after which a file that is not in place was left by a killed process
 
 
 class IndexDamagedError(DocumentError):
@@ -82,6 +84,11 @@ def write_index(folder: str | os.PathLike[str], saved: SavedIndex) -> None:
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     fresh = place / f"{_FILE}.{os.getpid()}-{id(saved)}.new"  # another process may save now
     write_file(fresh, whole.getvalue())
+    now = fresh.stat().st_mtime  # by the clock of the file system
+    for left in place.glob(f"{_FILE}.*.new"):
+        with suppress(FileNotFoundError):  # whoever wrote it has just finished
+            if left.stat().st_mtime < now - _ABANDONED:
+                left.unlink()
     fresh.replace(place / _FILE)
     if (place / "manifest.json").is_file():  # an earlier version's files hold texts that may be deleted since
         generation = "[0-9a-f]" * 32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -192,18 +193,16 @@ def test_chunk_that_another_computes_is_left_to_it(gives_up: bool, tmp_path: Pat
                 if not gives_up:
                     store.put(key, made.kept[key])
 
-        threads = [threading.Thread(target=compute)]
-        threads[0].start()
-        held.wait(60)
-        reports: list[Any] = []
-        threads.append(threading.Thread(target=lambda: reports.append(engine.warm(texts))))
-        threads[1].start()
-        until(lambda: store.stats().records == 3)
-        assert [store.contains(key_of(engine, text)) for text in texts] == [True, False, True, True]
-        assert reports == []
-        release.set()
-        for thread in threads:
-            thread.join(60)
-        assert (reports[0].computed, reports[0].present) == ((4, 0) if gives_up else (3, 1))
+        with ThreadPoolExecutor() as pool:
+            computing = pool.submit(compute)
+            held.wait(60)
+            warming = pool.submit(engine.warm, texts)
+            until(lambda: store.stats().records == 3)
+            assert [store.contains(key_of(engine, text)) for text in texts] == [True, False, True, True]
+            assert not warming.done()
+            release.set()
+            report = warming.result(60)
+            computing.result(60)
+        assert (report.computed, report.present) == ((4, 0) if gives_up else (3, 1))
         assert engine.fuse(Prompt("", texts, "Why?")).report.hits == 4
     store.close()

@@ -314,14 +314,12 @@ def test_any_history_ends_like_a_fresh_build(versions: list[dict[str, str]], mod
                 continue
             report = index.update()
             kept |= {one.page_content for one in index.chunks()}
-            assert [(one.page_content, one.metadata) for one in index.chunks()] == [
-                (one.page_content, one.metadata) for one in expected
-            ]
+            ours, theirs = ([(one.page_content, one.metadata) for one in some] for some in (index.chunks(), expected))
+            assert ours == theirs
             assert kept == {one.page_content for one in expected}
             assert (report.files, report.chunks) == (len(version), len(expected))
             fresh = FaissVectorStore(embedder)
             fresh.add_documents(index.chunks())
             for query in ("oslo", "old", ""):
-                assert index.store.similarity_search_with_score(query, 9) == (
-                    fresh.similarity_search_with_score(query, 9)
-                )
+                near, far = (one.similarity_search_with_score(query, 9) for one in (index.store, fresh))
+                assert near == far

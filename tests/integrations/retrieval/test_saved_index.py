@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import os
 import stat
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from langchain_core.documents import Document
@@ -30,6 +34,15 @@ def test_files_of_an_earlier_version_go_with_the_first_save(tmp_path: Path) -> N
     assert [path.name for path in sorted(tmp_path.iterdir())] == [own.name, "index.zip"]
 
 
+def test_file_that_a_killed_process_left_goes_an_hour_later(tmp_path: Path) -> None:
+    left, now = [tmp_path / f"index.zip.{number}-7.new" for number in range(2)], time.time()
+    for path, age in zip(left, (3_700, 3_500), strict=True):
+        path.write_text("half")
+        os.utime(path, (now, now - age))
+    write_index(tmp_path, make("one"))
+    assert {*tmp_path.iterdir()} == {left[1], tmp_path / "index.zip"}, "another process may still write the later one"
+
+
 def test_nothing_saved_here(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for place in (tmp_path, tmp_path / "nowhere", tmp_path / "file"):
@@ -48,23 +61,17 @@ def test_save_cut_short_at_any_step_leaves_the_old_index(
     write_index(tmp_path, make("old"))
     steps = iter(range(10))
 
-    def perhaps_fail(path: Path) -> None:
-        if next(steps) == step:
-            path.write_bytes(b"half")
-            raise OSError(28, "No space left on device")
+    def perhaps(work: Callable[..., Any]) -> Callable[..., Any]:
+        def done(path: Path, *given: Any) -> Any:
+            if next(steps) == step:
+                path.write_bytes(b"half")
+                raise OSError(28, "No space left on device")
+            return work(path, *given)
 
-    write, replace = module.write_file, Path.replace
+        return done
 
-    def write_perhaps(path: Path, data: bytes) -> None:
-        perhaps_fail(path)
-        write(path, data)
-
-    def replace_perhaps(path: Path, target: Path) -> Path:
-        perhaps_fail(path)
-        return replace(path, target)
-
-    monkeypatch.setattr(module, "write_file", write_perhaps)
-    monkeypatch.setattr(Path, "replace", replace_perhaps)
+    monkeypatch.setattr(module, "write_file", perhaps(module.write_file))
+    monkeypatch.setattr(Path, "replace", perhaps(Path.replace))
     with pytest.raises(OSError, match="No space left"):
         write_index(tmp_path, make("new"))
     monkeypatch.undo()
