@@ -236,8 +236,8 @@ def test_earlier_answer_may_hold_what_says_nothing_and_what_cannot_be_read_names
     nothing = {"parsed": {"leaf": "red"}, "refusal": None, "annotations": [{"type": "url_citation"}], "audio": None}
     nothing |= {"provider_specific_fields": {"refusal": None}, "thinking_blocks": [], "images": []}  # LiteLLM's
     parts = [{"type": "text", "text": "Which?", "cache_control": {"type": "ephemeral"}}]
-    for arguments in ("{}", "", " ", "null"):
-        call = {"id": "1", "type": "function", "function": {**function, "arguments": arguments, "parsed_arguments": {}}}
+    for id, arguments in (("1", "{}"), ("1", ""), ("1", " "), ("1", "null"), (None, "{}")):
+        call = {"id": id, "type": "function", "function": {**function, "arguments": arguments, "parsed_arguments": {}}}
         call |= {"index": 0, "provider_specific_fields": {}, "extra_content": {"google": {"thought_signature": "x"}}}
         said = [{"role": "user", "content": parts}, {"role": "assistant", "tool_calls": [call], **nothing}]
         said.append({"role": "tool", "content": "Red.", "tool_call_id": "1"})

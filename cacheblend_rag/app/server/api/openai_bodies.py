@@ -187,7 +187,7 @@ class ToolCall(_OpenAIBody):
     """A call with its id; a client that has put it together from a stream may send its index back, too."""
 
     ignored = ("index", "provider_specific_fields", "extra_content")
-    id: str
+    id: str = ""
     type: Literal["function"] = "function"
     function: FunctionCall
 
