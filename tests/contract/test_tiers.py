@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -269,14 +270,11 @@ def test_warming_waits_for_another_and_does_its_work_if_it_gives_up(tmp_path: Pa
     store = DiskStore(tmp_path)
     with engine_of(store=store) as engine:
         key = key_of(engine, CHUNKS[1])
-        reports: list[Any] = []
-        warming = threading.Thread(target=lambda: reports.append(engine.warm(CHUNKS)))
-        with store.claim(key):
-            warming.start()
+        with ThreadPoolExecutor() as pool, store.claim(key):
+            warming = pool.submit(engine.warm, CHUNKS)
             until(lambda: store.stats().records == 2)
             assert engine.fuse(PROMPT).report.hits >= 2, "requests are answered meanwhile"
-        warming.join()
-        assert reports[0].computed + reports[0].present == 3
+        assert warming.result().computed + warming.result().present == 3
         assert engine.fuse(PROMPT).report.hits == 3
     store.close()
 

@@ -142,9 +142,18 @@ def secret_kept(path: Path, size: int) -> str:
     """The secret in a file, as hex. If the file is missing or empty, a secret of ``size`` random bytes is written.
 
     A file that holds anything else, or less, is damaged, and renamed.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be read, as a folder cannot.
     """
     with FileLock(path.with_name(path.name + ".lock"), mode=0o600):  # replicas share the file
-        kept = path.read_text(encoding="ascii", errors="replace").strip() if path.exists() else ""
+        try:
+            kept = path.read_text(encoding="ascii", errors="replace").strip() if path.exists() else ""
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise ConfigError("data_dir", str(path), f"{why}; move it away, and another is made") from error
         if kept and not re.fullmatch(rf"(?:[0-9a-f]{{2}}){{{size},}}", kept):
             aside = path.replace(path.with_name(path.name + ".damaged"))
             _log.error("%s is damaged: it is now %s, and KV that was stored with it is not found", path, aside.name)

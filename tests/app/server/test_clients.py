@@ -6,11 +6,11 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import torch
@@ -84,12 +84,10 @@ def test_client_that_leaves_before_the_whole_answer_frees_its_slot(
 
 
 def test_too_many_are_told_to_come_again(narrow: Running, slow: Slow) -> None:
-    with client_of(narrow) as client, client.stream("POST", ASK, json=QUESTION) as answer:
+    with client_of(narrow) as client, client.stream("POST", ASK, json=QUESTION) as answer, ThreadPoolExecutor() as pool:
         pieces = answer.iter_text()
         next(pieces)
-        waiting: list[httpx.Response] = []
-        second = threading.Thread(target=lambda: waiting.append(client.post(ASK, json=QUESTION)))
-        second.start()
+        second = pool.submit(client.post, ASK, json=QUESTION)
         until(lambda: narrow.service.queue.waiting == 1)
         third = client.post(ASK, json=QUESTION)
         assert third.status_code == 429
@@ -101,8 +99,7 @@ def test_too_many_are_told_to_come_again(narrow: Running, slow: Slow) -> None:
         ):
             other.completions.create(model=narrow.service.model_name, prompt="the")
         narrow.later(60)
-        second.join()
-        assert waiting[0].status_code == 503  # its patience ended first
+        assert second.result().status_code == 503  # its patience ended first
     until(lambda: narrow.service.queue.served == 0)
 
 
@@ -120,16 +117,13 @@ def test_answers_come_side_by_side(server: Running, slow: Slow) -> None:
 
 def test_deleting_waits_for_answers_under_way(server: Running, slow: Slow) -> None:
     """An answer that has found a passage may store its KV; what is deleted is not to come back."""
-    with client_of(server) as client:
+    with client_of(server) as client, ThreadPoolExecutor() as pool:
         id = upload(client, {"leaf.txt": tiny.text(80, 5)})["leaf.txt"]["id"]
         with client.stream("POST", ASK, json=QUESTION) as answer:
             pieces = answer.iter_text()
             assert next(pieces).startswith("event: sources")
-            gone: list[httpx.Response] = []
-            deleting = threading.Thread(target=lambda: gone.append(client.delete(f"/api/documents/{id}")))
-            deleting.start()
+            deleting = pool.submit(client.delete, f"/api/documents/{id}")
             until(lambda: server.service.queue.waiting == 1)
-            assert not gone
-        deleting.join(30)
-        assert gone[0].status_code == 204
+            assert not deleting.done()
+        assert deleting.result(30).status_code == 204
     until(lambda: server.service.queue.served == 0)

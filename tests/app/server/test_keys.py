@@ -54,6 +54,8 @@ def test_damaged_salt_is_put_aside_and_another_drawn(tmp_path: Path, caplog: pyt
         assert (len(drawn), secret_kept(path, 16)) == (32, drawn)
         assert (tmp_path / "salt.damaged").read_bytes() == damage
     assert caplog.text.count("is damaged") == 4
+    with pytest.raises(ConfigError, match=r"data_dir='.*test_.*' .*: Is a directory; move it away"):
+        secret_kept(tmp_path, 16)
 
 
 def take_out(folder: Path, *names: str) -> None:
