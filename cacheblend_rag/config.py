@@ -211,7 +211,8 @@ def check_names(given: Iterable[tuple[str, object]], known: Sequence[str]) -> No
 
 def removed_remedy(name: str) -> str | None:
     """The remedy for an option of an earlier version, or None if there was no such option."""
-    return f"there is no such option any more; {REMOVED[name]}" if name in REMOVED else None
+    remedy = (REMOVED | _LEFT_TO_THE_SERVER).get(name)
+    return None if remedy is None else f"there is no such option any more; {remedy}"
 
 
 def check_mapping(name: str, value: object, what: str = "arguments") -> None:
@@ -296,6 +297,7 @@ REMOVED = {
     "database": "leave it out; replicas serve one folder, which several machines can mount",
 }
 """Options of earlier versions, and what to do instead."""
+_LEFT_TO_THE_SERVER = {"find_repeated": "leave it out; the server finds text that repeats"}
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -703,9 +705,10 @@ class BlendConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, remedy in REMOVED.items():
-            if (given := os.environ.get(ENV_PREFIX + name.upper())) is not None:
-                raise ConfigError(ENV_PREFIX + name.upper(), given, f"there is no such option any more; {remedy}")
+        for name in REMOVED:
+            for variable in (f"{ENV_PREFIX}{name.upper()}", f"{ENV_PREFIX}LIMITS_{name.upper()}"):
+                if (given := os.environ.get(variable)) is not None:
+                    raise ConfigError(variable, given, str(removed_remedy(name)))
         check_options(self)
 
     @property

@@ -244,6 +244,9 @@ def test_removed_commands_and_flags_name_their_remedy(capsys: Capture) -> None:
         said = capsys.readouterr().err
         assert " is gone; " in said, given
         assert remedy in said, given
+    with pytest.raises(SystemExit):
+        main(["calibrate", "--prompt", "8"])
+    assert "unrecognized arguments: --prompt 8" in capsys.readouterr().err, "flags have no short forms"
 
 
 @pytest.fixture

@@ -95,12 +95,21 @@ def test_option_of_earlier_versions_is_refused_with_the_remedy(
         BlendConfig(**{name: (1,)})
     with pytest.raises(ConfigError, match=f"{name}.*no such option any more; {remedy}"):
         given_sections({"engine": {name: [1]}}, "serve.toml")
-    monkeypatch.setenv(f"{ENV_PREFIX}{name.upper()}", "1")
-    with pytest.raises(ConfigError, match=f"^{ENV_PREFIX}{name.upper()}='1' .*{remedy}"):
-        BlendConfig()
-    assert main(["serve", "--print-config"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert REMOVED[name] in line
+    for variable in (f"{ENV_PREFIX}{name.upper()}", f"{ENV_PREFIX}LIMITS_{name.upper()}"):
+        monkeypatch.setenv(variable, "1")
+        with pytest.raises(ConfigError, match=f"^{variable}='1' .*{remedy}"):
+            BlendConfig()
+        assert main(["serve", "--print-config"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert REMOVED[name] in line
+        monkeypatch.delenv(variable)
+
+
+def test_option_that_only_the_server_has_left_is_refused_elsewhere_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"^find_repeated=True .*any more; leave it out; the server finds text"):
+        BlendConfig(**{"find_repeated": True})
+    with pytest.raises(ConfigError, match=r"write it under \[server\]"):
+        given_sections({"engine": {"find_repeated": True}}, "serve.toml")
 
 
 def test_decoding_options_are_declared_once() -> None:

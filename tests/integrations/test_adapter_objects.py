@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -277,11 +278,8 @@ def test_each_thread_has_its_own_last_report(engine: BlendEngine) -> None:
             say(model, asked)
             seen.setdefault(asked, set()).add(model.last_report.prompt_tokens)
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, range(4)))
     assert model.stats().requests == 12
     assert model.last_report is None
     assert sorted(map(len, seen.values())) == [1, 1, 1, 1]

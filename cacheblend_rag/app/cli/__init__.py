@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from cacheblend_rag import __version__
 from cacheblend_rag.app.cli.ask import add_ask
@@ -68,6 +68,9 @@ def _by_its_flag(error: CacheBlendError, parsed: argparse.Namespace) -> CacheBle
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(allow_abbrev=False, **given)
+
     def error(self, message: str) -> NoReturn:
         """Say what is wrong with the arguments, and what to use in place of what is gone."""
         word = next(iter(re.findall(r"'\w+'|--[\w-]+", message)), "")

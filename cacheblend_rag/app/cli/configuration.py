@@ -16,7 +16,7 @@ from typing import Any
 
 from cacheblend_rag.app.options import FolderRAGOptions
 from cacheblend_rag.app.server.settings import KEYS_VARIABLE, Limits, ServerSettings, keys_from_environment
-from cacheblend_rag.config import ENV_PREFIX, REMOVED, BlendConfig, Option, options_of, removed_remedy
+from cacheblend_rag.config import ENV_PREFIX, BlendConfig, Option, options_of, removed_remedy
 from cacheblend_rag.errors import ConfigError
 
 SECTIONS: dict[str, tuple[Option, ...]] = {
@@ -96,8 +96,7 @@ def given_options(
 
 def unused_variables() -> list[str]:
     """Warnings about variables that look like options but are unknown; without their values."""
-    removed = (ENV_PREFIX + name.upper() for name in REMOVED)  # an error says more of them
-    variables = [*OTHER_VARIABLES, *removed, *(option.variable for options in SECTIONS.values() for option in options)]
+    variables = [*OTHER_VARIABLES, *(option.variable for options in SECTIONS.values() for option in options)]
     known = {name.removeprefix(ENV_PREFIX) for name in variables}
     given = {name.removeprefix(ENV_PREFIX) for name in os.environ if name.startswith(ENV_PREFIX)}
     messages = []
@@ -212,10 +211,10 @@ def _show(name: str, value: object) -> object:
 
 def _remedy(name: str, section: str, known: Mapping[str, Any] | list[str]) -> str:
     """The remedy for an unknown option."""
-    if gone := removed_remedy(name):
-        return gone
     if name in _SECTION_OF:
         return f"write it under [{_SECTION_OF[name]}]"
+    if gone := removed_remedy(name):
+        return gone
     if nearest := get_close_matches(name, known, n=1) or get_close_matches(name, _SECTION_OF, n=1):
         where = _SECTION_OF.get(nearest[0], section)
         return f"there is no such option; did you mean {nearest[0]!r}" + (f" under [{where}]?" if where else "?")

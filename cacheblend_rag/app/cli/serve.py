@@ -43,10 +43,10 @@ def _serve(parsed: argparse.Namespace) -> int:
         raise ConfigError("--replicas", replicas, "use 1 or more")
     if parsed.replicas is not None and not parsed.ray:
         raise ConfigError("--replicas", replicas, "add --ray")
-    for message in unused_variables():
-        print(f"cacheblend-rag: {message}", file=sys.stderr)
     given = given_options(parsed)
     settings = server_settings(given)
+    for message in unused_variables():
+        print(f"cacheblend-rag: {message}", file=sys.stderr)
     if parsed.print_config:
         print(shown_settings(settings, given))
         return 0
