@@ -276,7 +276,7 @@ class FaissVectorStore(VectorStore):
         parameters, total = None, self.vectors
         if allowed is not None:
             rows = self._rows_of(allowed)
-            parameters, total = faiss.SearchParameters(sel=faiss.IDSelectorBatch(rows)), len(rows)
+            parameters, total = faiss.SearchParameters(sel=faiss.IDSelectorBatch(rows)), len(rows)  # type: ignore[call-arg]
         count = int(min(k + 1, total))
         while True:
             squared, found = self._faiss.search(query, count, params=parameters)  # [1, count] each
