@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from cacheblend_rag.config import BlendConfig, check_choice
+from cacheblend_rag.engine.other_arguments import OTHERS
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fusor import Fusion, fuse
 from cacheblend_rag.fusor.selection import SelectionRule
@@ -58,6 +59,8 @@ def load(model: str | os.PathLike[str], backend: str = "auto", **arguments: Any)
             raise ConfigError("backend", backend, f"name a GGUF file, not {os.fspath(model)!r}")
         return load_model(model, **arguments)
     device, dtype, others = loading_arguments(arguments.pop("device", None), arguments.pop("dtype", None), arguments)
+    for name in sorted(others.keys() & {"n_ctx", "n_gpu_layers", "n_batch", "flash_attn", "lora_path"}):
+        raise ConfigError(name, others[name], OTHERS[name][1])
     lora = others.pop("lora", None)
     if backend == "auto":
         backend = backend_for(model, device, dtype, others) if lora is None else "llama.cpp"

@@ -16,6 +16,7 @@ from cacheblend_rag.engine.segments import Kind, Segment, Segments, texts_keys
 from cacheblend_rag.engine.turns import Turns
 from cacheblend_rag.engine.verification import Verifications
 from cacheblend_rag.errors import ContextLengthError, PromptError, StoreError
+from cacheblend_rag.llama_cpp.runtime import is_in_llama_cpp
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.prompt.contexts import finder, ids_digest, sharer
 from cacheblend_rag.prompt.forms import form_sharer, squeeze
@@ -273,7 +274,10 @@ class WarmUp:
 
     def __init__(self, pipeline: Pipeline, held: Callable[[], AbstractContextManager[None]]) -> None:
         self._pipeline, self._store, self._held = pipeline, pipeline.store, held
-        self._batch_tokens = _TOKENS_ON_CPU if pipeline.segments.model.adapter.device.type == "cpu" else _TOKENS
+        adapter = pipeline.segments.model.adapter
+        self._batch_tokens = _TOKENS_ON_CPU if adapter.device.type == "cpu" else _TOKENS
+        if is_in_llama_cpp(adapter.model):  # it computes chunks one by one, and requests get through between them
+            self._batch_tokens = 1
         self._sizes: dict[str, int] = {}
         self._computed: list[Segment] = []
 

@@ -176,7 +176,7 @@ class Library:
         raise AttributeError(name)
 
 
-_REMEDY = 'install the one that was tried: pip install "cacheblend-rag[llama-cpp]"'
+_REMEDY = f'unset {PATH} and run pip install "cacheblend-rag[llama-cpp]", or let it name a build with ggml {VERSION}'
 
 
 def _candidates() -> Iterator[Path]:

@@ -114,7 +114,7 @@ def load_gguf(file: str | os.PathLike[str], lora: str | os.PathLike[str] | None 
     folder = settings_folder(path)  # hashes the file on first use
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     generation = GenerationConfig.from_pretrained(folder)
-    runtime = Runtime(path, torch.get_num_threads(), *files[1:])
+    runtime = Runtime(path, torch.get_num_threads(), *files[1:], repack=config.has_q4_0)
     config._name_or_path = str(path)
     identity = "+".join(map(content_sha256, files))
     return LlamaModel(path, runtime, config, generation, identity), tokenizer

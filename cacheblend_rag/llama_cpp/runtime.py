@@ -45,6 +45,8 @@ class Runtime:
         Threads of the CPU.
     lora : Path, optional
         A GGUF file with a LoRA adapter for the model.
+    repack : bool
+        Whether llama.cpp computes faster with a rearranged copy of the weights even on AVX2.
 
     Raises
     ------
@@ -66,14 +68,14 @@ class Runtime:
     """Whether the context is for one sequence."""
     _main: Runtime
 
-    def __init__(self, path: Path, threads: int, lora: Path | None = None) -> None:
+    def __init__(self, path: Path, threads: int, lora: Path | None = None, repack: bool = False) -> None:
         self._lib = lib = library()
         self._threads = threads
         options: ModelOptions = lib.llama_model_default_params()
         options.n_gpu_layers = 0
-        # Where llama.cpp lays weights out anew, it reads the file instead of mapping it: they are in memory once. With
-        # AVX2 alone that gains nothing (docs/benchmarks/llama-cpp.md).
-        options.use_extra_bufts = torch.backends.cpu.get_cpu_capability() != "AVX2"
+        # The file is then read instead of mapped, so that weights are in memory once. On AVX2 only the format Q4_0
+        # gains (docs/decisions/0029-blending-inside-llama-cpp.md).
+        options.use_extra_bufts = repack or torch.backends.cpu.get_cpu_capability() != "AVX2"
         if options.use_extra_bufts:
             options.load_mode = _READ
         self._model = lib.llama_model_load_from_file(os.fsencode(path), options)
@@ -483,6 +485,6 @@ class StateLayout:
 
 def _other_layout() -> ModelLoadError:
     return ModelLoadError(
-        "this build of llama.cpp lays out the state of a sequence in a way that is not known; install the one that was "
-        'tried: pip install "cacheblend-rag[llama-cpp]"'
+        "this build of llama.cpp lays out the state of a sequence in a way that is not known; run pip install "
+        '"cacheblend-rag[llama-cpp]" for one that is'
     )

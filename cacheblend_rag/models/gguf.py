@@ -31,7 +31,7 @@ from cacheblend_rag.models.ollama import local_path
 from cacheblend_rag.models.shape import head_width
 
 # Raise when other settings would be read from the same file.
-_READER = 2
+_READER = 3
 ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
@@ -153,6 +153,7 @@ def _write_settings(file: Path, folder: Path) -> None:
     # Not marked as that of quantised weights.
     config = type(config)(**{key: value for key, value in config.to_dict().items() if key != "quantization_config"})
     config.dtype = _element_type(reader)
+    config.has_q4_0 = any(tensor.tensor_type.name == "Q4_0" for tensor in reader.tensors)
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     _generation(config, fields, tokenizer).save_pretrained(folder)
@@ -268,6 +269,10 @@ def _check_supported(path: Path, architecture: str, fields: Mapping[str, Any]) -
         raise ModelLoadError(
             f"{str(path)!r} is one of {parts} parts of a model; join them with llama.cpp's "
             '"llama-gguf-split --merge FIRST_PART JOINED.gguf", and name the joined file'
+        )
+    if fields.get("general.type") == "adapter":
+        raise ModelLoadError(
+            f"{str(path)!r} is a LoRA adapter: name its model, and give this in model_kwargs={{'lora': …}}"
         )
     experts = fields.get(f"{architecture}.expert_count", 0) and architecture == "llama"
     if architecture not in ARCHITECTURES or ARCHITECTURES[architecture] not in FAMILIES or experts:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from contextlib import closing
 from pathlib import Path
 
@@ -16,8 +15,9 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store import DiskStore, KVRecord, RecordFormat
 from cacheblend_rag.store.codecs import CODECS, codec_named
-from cacheblend_rag.store.record import FileRecord, as_written, record_bytes
+from cacheblend_rag.store.record import as_written, record_bytes
 from tests.contract.store_contract import encoded
+from tests.contract.test_record import opened
 
 LAYERS, HEADS, DIM = 2, 2, 64
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -34,13 +34,6 @@ def make(dtype: torch.dtype = torch.float32, seed: int = 0, tokens: int = 70, di
     values = tuple((torch.randn(shape, generator=generator) * rows).to(dtype) for _ in range(LAYERS))
     kv = SegmentKV(keys, values, rotated=False)
     return KVRecord.describe(kv, fingerprint="f", context_ids=(1,), token_ids=tuple(range(tokens)))
-
-
-def opened(data: bytes) -> FileRecord:
-    handle = tempfile.TemporaryFile()  # noqa: SIM115 - the record owns and closes it
-    handle.write(data)
-    handle.flush()
-    return FileRecord(handle)
 
 
 def read_back(record: KVRecord, form: RecordFormat) -> list[tuple[torch.Tensor, torch.Tensor]]:

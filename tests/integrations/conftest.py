@@ -1,10 +1,19 @@
-"""A saved model that the tests of all adapters load."""
+"""A tiny engine and a saved model for the tests of all adapters."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integrations.langchain.models import tiny_parts
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.langchain import known_chunks
+from tests.integrations.langchain.models import tiny_engine, tiny_parts
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[BlendEngine]:
+    with tiny_engine() as made:
+        yield made
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +22,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for part in tiny_parts():
         part.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def nothing_known() -> None:
+    known_chunks.clear()

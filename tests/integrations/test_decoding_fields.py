@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from cacheblend_rag import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
-from tests.integrations.langchain.models import Script, tiny_engine, tiny_parts
+from tests.integrations.langchain.models import Script, tiny_parts
 from tests.probes import CHUNKS, engine_of
 
 pytestmark = pytest.mark.usefixtures("no_variants")
@@ -24,12 +23,6 @@ pytestmark = pytest.mark.usefixtures("no_variants")
 KINDS = [CacheBlendLLM, ChatCacheBlend, LlamaIndexLLM]
 ASKED = "the quick brown"
 FREE = {"max_new_tokens": 8, "min_new_tokens": 8}
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[BlendEngine]:
-    with tiny_engine() as made:
-        yield made
 
 
 def plain_text(engine: BlendEngine, asked: str, **options: Any) -> str:

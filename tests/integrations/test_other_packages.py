@@ -16,7 +16,7 @@ from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, HuggingFaceE
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
 from cacheblend_rag.llama_index.embedding import HuggingFaceEmbedding
 from cacheblend_rag.models.model_names import tag_remedy
-from tests.integrations.langchain.models import Script, tiny_engine, tiny_parts
+from tests.integrations.langchain.models import Script, tiny_parts
 from tests.integrations.retrieval.conftest import static_model
 
 KINDS = [CacheBlendLLM, ChatCacheBlend, LlamaIndexLLM]
@@ -32,17 +32,13 @@ OTHERS: dict[str, tuple[Any, str]] = {
     **{"task": ("text-generation", ""), "tokenizer": (object(), "from_model")},
     **{"streaming": (True, ""), "stream_usage": (True, ""), "torch_dtype": ("bfloat16", "use dtype")},
     **{"device_map": ("auto", "model_kwargs"), "model_path": ("m.gguf", "use model"), "n_ctx": (4096, "leave it out")},
+    **{"n_batch": (512, "leave it out"), "flash_attn": (True, "leave it out"), "lora": ("a.gguf", "model_kwargs")},
     **{"max_tokens": (8, ""), "seed": (1, ""), "stop": (["x"], ""), "logprobs": (True, ""), "do_sample": (False, "")},
     **{"pipeline_kwargs": ({"max_new_tokens": 8, "no_repeat_ngram_size": 2, "return_full_text": False}, "")},
     **{"generate_kwargs": ({"temperature": 0.7, "top_k": 50, "top_p": 0.95, "do_sample": True}, "")},
     "stop_sequencess": (["x"], "there is no such option"),
     "temprature": (0.5, "did you mean 'temperature'"),
 }
-
-
-@pytest.fixture(scope="module")
-def engine() -> BlendEngine:
-    return tiny_engine()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,12 +14,9 @@ from cacheblend_rag.llama_index import tracking as tracking_nodes
 from tests.integrations.langchain.models import FixedRetriever, answers_in, passages, tiny_engine
 from tests.integrations.llama_index.common import make_index, make_nodes
 
+pytestmark = pytest.mark.usefixtures("nothing_known")
+
 QUESTION = "What fell?"
-
-
-@pytest.fixture(autouse=True)
-def nothing_known() -> None:
-    known_chunks.clear()
 
 
 def texts_of(documents: list[Document]) -> list[str]:

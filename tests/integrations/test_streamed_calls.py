@@ -39,11 +39,6 @@ SAID = {
 }
 
 
-def find(what: str) -> str:
-    """Find something."""
-    return f"The {what} is red."
-
-
 def langchain(said: str, engine: BlendEngine | None = None, **fields: Any) -> ChatCacheBlend:
     script = Script(tiny_parts()[1], lambda prompt: "It is red." if "is red" in prompt else said)
     fields = {"max_new_tokens": 200, "logits_processor": [script], **fields}

@@ -13,10 +13,11 @@ import torch
 
 from cacheblend_rag.calibration.quality import Methods
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine.backends import load
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.scheduler import ModelTime, Scheduler, _Step
 from cacheblend_rag.errors import ConfigError, GenerationError, ModelLoadError
-from cacheblend_rag.llama_cpp.adapter import LlamaDecode
+from cacheblend_rag.llama_cpp.adapter import LlamaAdapter, LlamaDecode
 from cacheblend_rag.llama_cpp.blend import _attention
 from cacheblend_rag.llama_cpp.cache import SequenceCache
 from cacheblend_rag.llama_cpp.library import library
@@ -62,6 +63,17 @@ def prompt_of(chunks=CHUNKS, question="How long did a letter take?") -> Prompt:
 
 def ids_of(engine: BlendEngine, prompt: Prompt) -> list[int]:
     return list(engine.tokenize(prompt).input_ids)
+
+
+@pytest.mark.parametrize(("kind", "repacked"), [("Q4_0", True), ("Q8_0", False)])
+def test_weights_are_repacked_where_that_is_faster(tmp_path, torch_model, monkeypatch, kind, repacked):
+    options, load = [], library().llama_model_load_from_file
+    monkeypatch.setattr(
+        library(), "llama_model_load_from_file", lambda *given: options.append(given[1]) or load(*given)
+    )
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    load_gguf(gguf_files.write(tmp_path / "tiny.gguf", torch_model, kind))
+    assert [one.use_extra_bufts for one in options] == [repacked]
 
 
 def test_logits_are_those_of_the_same_weights_in_pytorch(loaded, torch_model):
@@ -143,6 +155,7 @@ def test_store_outlives_a_process_that_is_killed(file, loaded, tmp_path):
     program = """
 import itertools, sys
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine.backends import load
 from cacheblend_rag.engine.engine import BlendEngine
 from tests.llama_cpp.test_llama_cpp import CHUNKS
 engine = BlendEngine.from_pretrained(sys.argv[1], store=sys.argv[2], config=BlendConfig(min_tokens=1))
@@ -419,6 +432,20 @@ def test_lora_adapter_is_added_to_the_weights_and_its_kv_is_its_own(file, loaded
     for logits in (engine.adapter.prefill(ids).logits, shared.compute(ids, 0, shared.take(), 1)[-1]):
         assert float((logits - expected).norm()) < 0.1 * float((plain - expected).norm())
     assert [engine.generate(prompt_of(), max_new_tokens=1).report.hits for _ in range(2)] == [0, 3]
+
+
+def test_arguments_of_llama_cpp_and_adapters_in_place_of_models_are_refused_with_a_remedy(file, tmp_path):
+    with pytest.raises(ConfigError, match=r"n_gpu_layers=.*CACHEBLEND_RAG_LLAMA_CPP"):
+        load(file, n_gpu_layers=1)
+    with pytest.raises(ModelLoadError, match="is a LoRA adapter"):
+        load(gguf_files.write_lora(tmp_path / "a.gguf", "qwen3", "x", torch.eye(4), torch.eye(4), alpha=8.0))
+
+
+def test_chunks_are_warmed_one_by_one_so_that_requests_get_through(loaded, monkeypatch):
+    counts, compute = list[int](), LlamaAdapter.segments_kv
+    monkeypatch.setattr(LlamaAdapter, "segments_kv", lambda *given: counts.append(len(given[2])) or compute(*given))
+    engine_of(loaded).chunks.warm(CHUNKS, progress=False)
+    assert set(counts) == {1}
 
 
 def test_missing_library_is_named_with_its_remedy(file, monkeypatch, caplog):

@@ -238,3 +238,8 @@ def _plain_turn(message: BaseMessage) -> dict[str, Any]:
         calls = [{"name": call["name"], "arguments": call["args"]} for call in message.tool_calls]
         turn["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     return turn
+
+
+def find(what: str) -> str:
+    """Find something."""
+    return f"The {what} is red."

@@ -14,19 +14,16 @@ from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.vectorstores import InMemoryVectorStore
 
-from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
+from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
 from tests import tiny
 from tests.integrations.langchain.models import Ended, answers_in, passages, tiny_engine
 from tests.integrations.langchain.test_matrix import EMBEDDING, QUESTION
 
+pytestmark = pytest.mark.usefixtures("nothing_known")
+
 PROMPT = ChatPromptTemplate.from_messages([("system", "Use this.\n\n{context}"), ("human", "{input}")])
 KINDS = [CacheBlendLLM, ChatCacheBlend]
 MODES = ["invoke", "ainvoke", "batch", "abatch", "stream", "astream"]
-
-
-@pytest.fixture(autouse=True)
-def nothing_known() -> None:
-    known_chunks.clear()
 
 
 def searched(seed: int, count: int = 3) -> list[Document]:

@@ -52,6 +52,8 @@ from tests.integrations.langchain.models import (
 )
 from tests.tokenizer_kinds import MAKERS as TOKENIZERS
 
+pytestmark = pytest.mark.usefixtures("nothing_known")
+
 DOCUMENTS = passages(4, seed=3)
 QUESTION = "What fell?"
 HISTORY = [HumanMessage("Who counted?"), AIMessage("An owl.")]
@@ -315,11 +317,6 @@ CASES = [
     pytest.param(chain, chain.kinds[number % len(chain.kinds)], id=chain.make.__name__)
     for number, chain in enumerate(CHAINS)
 ]
-
-
-@pytest.fixture(autouse=True)
-def nothing_known() -> None:
-    known_chunks.clear()
 
 
 async def run(chain: Runnable[Any, Any], asked: Any, mode: str, config: Any) -> None:

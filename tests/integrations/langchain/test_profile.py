@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.langchain import ChatCacheBlend
-from tests.integrations.langchain.models import Script, tiny_engine, tiny_parts
+from tests.integrations.langchain.models import Script, tiny_parts
 
 CALL = '<tool_call>\n{"name": "find", "arguments": {"what": "oak"}}\n</tool_call>'
 LEAF = '{"kind": "oak", "count": 3}'
@@ -29,11 +29,6 @@ class Leaf(BaseModel):
 def find(what: str) -> str:
     """Find something."""
     return f"There is one {what}."
-
-
-@pytest.fixture(scope="module")
-def engine() -> BlendEngine:
-    return tiny_engine()
 
 
 def chat(engine: BlendEngine, *said: str, **fields: Any) -> ChatCacheBlend:

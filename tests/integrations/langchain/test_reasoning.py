@@ -12,6 +12,7 @@ from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage
 
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
+from tests.integrations.langchain.models import find
 from tests.pairwise import others_slow
 from tests.thinking import KINDS, Writer, thinking_engine
 
@@ -24,11 +25,6 @@ def model_of(kind: str, said: Any, **fields: Any) -> ChatCacheBlend:
     writer = Writer(engine.tokenizer, said)
     options = {"max_new_tokens": 90, "reasoning": True} | fields
     return ChatCacheBlend.from_engine(engine, logits_processor=[writer], **options)
-
-
-def find(what: str) -> str:
-    """Find something."""
-    return f"The {what} is red."
 
 
 @pytest.mark.parametrize("kind", others_slow([*KINDS], ("qwen3", "gpt-oss")))

@@ -15,15 +15,9 @@ from langchain_core.prompts import ChatPromptTemplate
 
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
-from tests.integrations.langchain.models import FixedRetriever, passages, tiny_engine
+from tests.integrations.langchain.models import FixedRetriever, passages
 
 PROMPT = ChatPromptTemplate.from_template("{context}\n\n{input}")
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[BlendEngine]:
-    with tiny_engine() as made:
-        yield made
 
 
 def chains(llm: Any) -> Iterator[Any]:

@@ -23,6 +23,8 @@ from tests.integrations.langchain.models import Ended, FixedRetriever, Plain, Pl
 from tests.integrations.langchain.test_matrix import QUESTION
 from tests.probes import Hooked
 
+pytestmark = pytest.mark.usefixtures("nothing_known")
+
 PROMPT = ChatPromptTemplate.from_messages([("system", "Use this.\n\n{context}"), ("human", "{input}")])
 END = 'It\'s a "caf\u00e9" & a <b>well-known, far-off, hard-won</b> \ufb01gure.'
 DOCUMENTS = [
@@ -48,11 +50,6 @@ REWRITES: dict[str, tuple[Callable[[list[Document]], str], str]] = {
     "wrapped": (each(lambda text: textwrap.fill(text, 33)), "line-wrapped"),
     "unchanged": (each(str), ""),
 }
-
-
-@pytest.fixture(autouse=True)
-def nothing_known() -> None:
-    known_chunks.clear()
 
 
 def chain_of(model: Any, write: Any, documents: list[Document] = DOCUMENTS) -> Any:

@@ -19,6 +19,8 @@ from cacheblend_rag.langchain.tracking import documents_in
 from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
 from tests.integrations.langchain.models import passages
 
+pytestmark = pytest.mark.usefixtures("nothing_known")
+
 DOCUMENTS = passages(3, seed=9)
 TEXTS = [one.page_content for one in DOCUMENTS]
 EMBEDDING = DeterministicFakeEmbedding(size=8)
@@ -36,11 +38,6 @@ ASYNC_SEARCHES: dict[str, Callable[[Any], Any]] = {
     "search": lambda store: store.asearch("What fell?", "similarity", k=3),
     "retriever": lambda store: store.as_retriever(search_kwargs={"k": 3}).ainvoke("What fell?"),
 }
-
-
-@pytest.fixture(autouse=True)
-def nothing_known() -> None:
-    known_chunks.clear()
 
 
 class Foreign(InMemoryVectorStore):

@@ -10,6 +10,7 @@ from llama_index.core.base.llms.types import TextBlock, ThinkingBlock
 from llama_index.core.tools import FunctionTool
 
 from cacheblend_rag.llama_index import CacheBlendLLM
+from tests.integrations.langchain.models import find
 from tests.integrations.llama_index.test_llm import HELLO, responses
 from tests.pairwise import others_slow
 from tests.thinking import KINDS, Writer, thinking_engine
@@ -22,11 +23,6 @@ def model_of(kind: str, said: Any, **fields: Any) -> CacheBlendLLM:
     engine = thinking_engine(kind)
     options = {"max_new_tokens": 90, "reasoning": True} | fields
     return CacheBlendLLM.from_engine(engine, logits_processor=[Writer(engine.tokenizer, said)], **options)
-
-
-def find(what: str) -> str:
-    """Find something."""
-    return f"The {what} is red."
 
 
 @pytest.mark.parametrize("kind", others_slow([*KINDS], ("qwen3", "gpt-oss")))
