@@ -54,7 +54,7 @@ def load(model: str | os.PathLike[str], backend: str = "auto", **arguments: Any)
     """
     check_choice("backend", backend, _BACKENDS)
     starter = starter_named(model, "language model")
-    if starter is None and not local_path(model).is_file():
+    if starter is None and not os.path.isfile(local_path(model)):
         if backend == "llama.cpp":
             raise ConfigError("backend", backend, f"name a GGUF file, not {os.fspath(model)!r}")
         return load_model(model, **arguments)
@@ -80,7 +80,7 @@ def load(model: str | os.PathLike[str], backend: str = "auto", **arguments: Any)
 
 def backend_for(model: str | os.PathLike[str], device: str, dtype: str, others: Mapping[str, Any]) -> str:
     """The backend where none is named: PyTorch if it is no GGUF file, an argument needs it, or a GPU is there."""
-    is_file = starter_named(model, "language model") is not None or local_path(model).is_file()
+    is_file = starter_named(model, "language model") is not None or os.path.isfile(local_path(model))
     if not is_file or others or dtype != "auto" or device not in ("auto", "cpu") or torch.cuda.is_available():
         return "torch"
     if is_installed():

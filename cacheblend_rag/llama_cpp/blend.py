@@ -60,8 +60,14 @@ class _Pass:
         scored, attention = self._score(placed)
         chosen = self._chosen(attention)
         final = SequenceCache(runtime, runtime.take(), 0)
-        at = 0
-        for group in self._groups(chosen):
+        at, again = 0, chosen
+        if len(chosen) and len(chosen) == sum(row < self._question for span in self._plan.reused for row in span):
+            # Rows that were computed on the way stood behind stored KV, of which nothing stays.
+            inexact = torch.ones(self._question, dtype=torch.bool)
+            for span in self._plan.exact:
+                inexact[span.start : span.stop] = False
+            again = inexact.nonzero()[:, 0]
+        for group in self._groups(again):
             self._compute_together(group, at, placed.sequence, final.sequence)
             at = group[-1].stop
         if at < self._question:

@@ -140,7 +140,7 @@ class Runtime:
         """
         self._clear()
         if not self._free:
-            raise GenerationError(f"{self._sequences} prompts and answers are under way at once, the most possible")
+            raise GenerationError(f"more than {self._sequences} sequences at once; set max_concurrent to 40 or less")
         return self._free.pop()
 
     def drop(self, sequence: int) -> None:
@@ -411,12 +411,9 @@ class StateLayout:
         except struct.error:
             raise _other_layout() from None
         plain = (streams, owners, transposed, count, at) == (1, {1}, 0, layers, written.size)
-        if not plain or {kind for kind, _ in widths} != {F16}:
+        if not plain or {kind for kind, _ in widths} != {F16} or len(set(widths)) != 1 or widths[0][1] % (2 * kv_heads):
             raise _other_layout()
-        self._magic, self._words = magic, words
-        self.widths = [width for _, width in widths]
-        if len(set(self.widths)) != 1 or self.widths[0] % (2 * kv_heads):
-            raise _other_layout()
+        self._magic, self._words, self.widths = magic, words, [width for _, width in widths]
         self.head_dim = self.widths[0] // (2 * kv_heads)
 
     def size(self, cells: int) -> int:

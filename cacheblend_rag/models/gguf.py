@@ -23,7 +23,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
-from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
+from cacheblend_rag.errors import CacheBlendError, ModelLoadError, UnsupportedModelError
 from cacheblend_rag.models.families import FAMILIES
 from cacheblend_rag.models.identity import known_fingerprint, remember_fingerprint
 from cacheblend_rag.models.model_folders import made_once, models_path, sha256_of
@@ -58,7 +58,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 def is_gguf(model: str | os.PathLike[str]) -> bool:
     """Whether a model's name is a file: an existing file, or a path that ends in ``.gguf``."""
     path = local_path(model)
-    return path.is_file() or (path.suffix.lower() == ".gguf" and not path.is_dir())
+    return os.path.isfile(path) or (path.suffix.lower() == ".gguf" and not path.is_dir())
 
 
 def settings_folder(file: str | os.PathLike[str]) -> Path:
@@ -73,7 +73,9 @@ def settings_folder(file: str | os.PathLike[str]) -> Path:
     """
     path = local_path(file)
     check_start(path)  # a large file that is none is not hashed
-    sha256 = content_sha256(path)
+    sha256, blob = content_sha256(path), path.resolve().name.removeprefix("sha256-")
+    if blob != sha256 and len(blob) == 64 and blob != path.resolve().name:
+        raise ModelLoadError(f"{str(path)!r} is damaged: Ollama named it by other content; fetch it again")
     folder = models_path() / "gguf" / f"{path.stem}-{sha256[:12]}-settings"
     return made_once(folder, {"weights": sha256, "reader": str(_READER)}, lambda part: _write_settings(path, part))
 
@@ -90,11 +92,8 @@ def gguf_config(file: str | os.PathLike[str]) -> Any:
     """
     path = local_path(file)
     reader, fields = _header(path)
-    try:
-        with tempfile.TemporaryDirectory() as folder, _read_by(reader), _without_advice():
-            return _config(reader, fields, _names(path, Path(folder)))
-    except (OSError, ValueError, ImportError, KeyError, IndexError) as error:
-        raise ModelLoadError(f"the config of {path} cannot be read: {type(error).__name__}: {error}") from error
+    with tempfile.TemporaryDirectory() as folder, _damage_told(path), _read_by(reader), _without_advice():
+        return _config(reader, fields, _names(path, Path(folder)))
 
 
 def read_weights(file: Path, config: Any, dtype: torch.dtype, **arguments: Any) -> Any:
@@ -145,18 +144,16 @@ def _write_settings(file: Path, folder: Path) -> None:
     """
     reader, fields = _header(file)
     names = _names(file, folder)
-    try:
-        with _read_by(reader), _without_advice():
-            config, tokenizer = _config(reader, fields, names), _tokenizer(fields, names)
-    except (OSError, ValueError, ImportError, KeyError, IndexError) as error:
-        raise ModelLoadError(f"the tokenizer of {file} cannot be read: {type(error).__name__}: {error}") from error
+    with _damage_told(file), _read_by(reader), _without_advice():
+        config, tokenizer = _config(reader, fields, names), _tokenizer(reader, fields, names)
+        generation = _generation(config, fields, tokenizer)
     # Not marked as that of quantised weights.
     config = type(config)(**{key: value for key, value in config.to_dict().items() if key != "quantization_config"})
     config.dtype = _element_type(reader)
     config.has_q4_0 = any(tensor.tensor_type.name == "Q4_0" for tensor in reader.tensors)
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    _generation(config, fields, tokenizer).save_pretrained(folder)
+    generation.save_pretrained(folder)
 
 
 def _names(file: Path, folder: Path) -> dict[str, Any]:
@@ -174,8 +171,11 @@ def _config(reader: Any, fields: Mapping[str, Any], names: Mapping[str, Any]) ->
     return config
 
 
-def _tokenizer(fields: Mapping[str, Any], names: Mapping[str, Any]) -> Any:
+def _tokenizer(reader: Any, fields: Mapping[str, Any], names: Mapping[str, Any]) -> Any:
     """The tokenizer of a file, as llama.cpp splits digits; within `_read_by`."""
+    tokens = list(filter(None, reader.fields["tokenizer.ggml.tokens"].contents()))
+    if len(set(tokens)) < len(tokens):  # llama.cpp would end the process
+        raise ValueError("two of its tokens are the same")
     tokenizer = AutoTokenizer.from_pretrained(**names)
     if fields.get("tokenizer.ggml.pre") in _DIGITS_APART:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -196,6 +196,17 @@ def _read_by(reader: Any) -> Iterator[None]:
             yield
         finally:
             gguf.GGUFReader = own
+
+
+@contextmanager
+def _damage_told(path: Path) -> Iterator[None]:
+    """Within this, an error says that the file is damaged: it can be so anywhere, and any kind can be raised."""
+    try:
+        yield
+    except CacheBlendError:
+        raise
+    except Exception as why:
+        raise ModelLoadError(f"the GGUF file {str(path)!r} is damaged or incomplete: {why}; fetch it again") from why
 
 
 @contextmanager
@@ -228,7 +239,7 @@ def check_start(path: Path) -> None:
     ------
     ModelLoadError
     """
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ModelLoadError(f"the GGUF file {str(path)!r} does not exist")
     try:
         with path.open("rb") as file:
@@ -254,12 +265,9 @@ def _header(path: Path) -> tuple[Any, dict[str, Any]]:
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
 
-    try:
+    with _damage_told(path):
         reader = ArrayReader(path)
-        short = (field for field in reader.fields.values() if len(field.data) <= 1)
-        fields = {field.name: field.contents() for field in short}
-    except Exception as why:  # a damaged file can be wrong anywhere, and so can what is raised
-        raise ModelLoadError(f"the GGUF file {str(path)!r} is damaged or incomplete: {why}; fetch it again") from why
+        fields = {field.name: field.contents() for field in reader.fields.values() if len(field.data) <= 1}
     _check_supported(path, str(fields.get(_ARCHITECTURE)), fields)
     return reader, fields
 
@@ -271,9 +279,7 @@ def _check_supported(path: Path, architecture: str, fields: Mapping[str, Any]) -
             '"llama-gguf-split --merge FIRST_PART JOINED.gguf", and name the joined file'
         )
     if fields.get("general.type") == "adapter":
-        raise ModelLoadError(
-            f"{str(path)!r} is a LoRA adapter: name its model, and give this in model_kwargs={{'lora': …}}"
-        )
+        raise ModelLoadError(f"{str(path)!r} is a LoRA adapter: name its model, and this in model_kwargs={{'lora': …}}")
     experts = fields.get(f"{architecture}.expert_count", 0) and architecture == "llama"
     if architecture not in ARCHITECTURES or ARCHITECTURES[architecture] not in FAMILIES or experts:
         raise UnsupportedModelError(
@@ -312,12 +318,10 @@ def _settle(config: Any, architecture: str, fields: Mapping[str, Any], reader: A
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     if setting("rope.freq_base") is not None:
         rope["rope_theta"] = setting("rope.freq_base")
-    width = head_width(config)
     if architecture in ("phi3", "stablelm") and setting("rope.dimension_count") is not None:
-        rope["partial_rotary_factor"] = setting("rope.dimension_count") / width
+        rope["partial_rotary_factor"] = setting("rope.dimension_count") / head_width(config)
     factors = {tensor.name: tensor.data.tolist() for tensor in reader.tensors if tensor.name.startswith("rope_f")}
-    original = setting("rope.scaling.original_context_length")
-    kind = setting("rope.scaling.type")
+    kind, original = setting("rope.scaling.type"), setting("rope.scaling.original_context_length")
     if "rope_freqs.weight" in factors:
         rope |= _llama3(rope, factors["rope_freqs.weight"])
     elif "rope_factors_long.weight" in factors:
@@ -348,8 +352,7 @@ def _llama3(rope: Mapping[str, Any], factors: list[float]) -> dict[str, Any]:
 def _generation(config: Any, fields: Mapping[str, Any], tokenizer: Any) -> GenerationConfig:
     """Ids that begin, end and pad an answer."""
     given = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    template = tokenizer.chat_template or ""
-    turns = [tokenizer.convert_tokens_to_ids(token) for token in _END_OF_TURN if token in template]
+    turns = [tokenizer.convert_tokens_to_ids(one) for one in _END_OF_TURN if one in (tokenizer.chat_template or "")]
     ends = sorted({int(end) for end in (*given, *turns) if end is not None})
     pad = fields.get("tokenizer.ggml.padding_token_id", ends[0] if ends else None)
     return GenerationConfig(

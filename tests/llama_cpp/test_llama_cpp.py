@@ -13,7 +13,6 @@ import torch
 
 from cacheblend_rag.calibration.quality import Methods
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine.backends import load
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.scheduler import ModelTime, Scheduler, _Step
 from cacheblend_rag.errors import ConfigError, GenerationError, ModelLoadError
@@ -115,14 +114,15 @@ def test_moved_kv_is_that_of_its_new_place(loaded):
     assert not torch.allclose(kv.values[-1].float(), own.values[-1].float(), atol=2e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("stored", [CHUNKS, CHUNKS[:2], CHUNKS[::2]])
 @pytest.mark.parametrize("rule", ["all", "query", "boundary"])
-def test_recomputing_everything_is_full_prefill(loaded, rule):
+def test_recomputing_everything_is_full_prefill(loaded, rule, stored):
     engine = engine_of(loaded, selection=rule, recompute_ratio=1.0)
-    engine.chunks.warm(CHUNKS)
+    engine.chunks.warm(stored)
     prompt = prompt_of()
     fused = engine.fuse(prompt)
     expected = engine.adapter.prefill(ids_of(engine, prompt)).logits
-    assert fused.report.hits == (0 if rule == "all" else 3)
+    assert fused.report.hits == (0 if rule == "all" else len(stored))
     assert float((fused.logits - expected).norm() / expected.norm()) < 2e-2
 
 
@@ -155,7 +155,6 @@ def test_store_outlives_a_process_that_is_killed(file, loaded, tmp_path):
     program = """
 import itertools, sys
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine.backends import load
 from cacheblend_rag.engine.engine import BlendEngine
 from tests.llama_cpp.test_llama_cpp import CHUNKS
 engine = BlendEngine.from_pretrained(sys.argv[1], store=sys.argv[2], config=BlendConfig(min_tokens=1))
@@ -198,13 +197,12 @@ def test_verified_answer_is_llama_cpps_own(loaded):
 
 def greedy(engine: BlendEngine, ids: list[int], most: int) -> list[int]:
     """The answer of llama.cpp alone: full prefill, then token by token."""
-    adapter = engine.adapter
-    made = adapter.prefill(ids)
+    made = engine.adapter.prefill(ids)
     logits, answer = made.logits, list[int]()
     ends = np.atleast_1d(engine.model.generation_config.eos_token_id)
     while len(answer) < most and not set(answer[-1:]) & set(ends):
         answer.append(int(logits.argmax()))
-        logits = adapter.extend(made.cache, answer[-1:])[-1]
+        logits = engine.adapter.extend(made.cache, answer[-1:])[-1]
     return answer
 
 
@@ -320,35 +318,43 @@ def test_rule_that_drops_rows_between_layers_is_refused(loaded):
         engine_of(loaded, selection="gradual")
 
 
-def test_backend_is_llama_cpp_for_files_and_pytorch_where_it_is_named(file, caplog):
+def test_backend_is_llama_cpp_for_files_and_pytorch_where_it_is_named(file, tmp_path):
     for arguments, kind in (({}, "LlamaModel"), ({"backend": "torch"}, "Qwen3ForCausalLM")):
         with BlendEngine.from_pretrained(file, **arguments) as engine:
             assert type(engine.model).__name__ == kind
-    with pytest.raises(ConfigError, match="backend"):
-        BlendEngine.from_pretrained(file, backend="llama")
+    refused = {"llama": ({}, "backend"), "torch": ({"lora": file}, r"lora.*leave backend out")}
+    refused |= {
+        "llama.cpp": ({"dtype": "float32"}, "dtype"),
+        "auto": ({"n_gpu_layers": 1}, "n_gpu_layers=.*_LLAMA_CPP"),
+    }
+    for backend, (arguments, said) in refused.items():
+        with pytest.raises(ConfigError, match=said):
+            BlendEngine.from_pretrained(file, backend=backend, **arguments)
     with pytest.raises(ConfigError, match="name a GGUF file"):
         BlendEngine.from_pretrained("some/model", backend="llama.cpp")
-    with pytest.raises(ConfigError, match="dtype"):
-        BlendEngine.from_pretrained(file, backend="llama.cpp", dtype="float32")
-    with pytest.raises(ConfigError, match=r"lora.*leave backend out"):
-        BlendEngine.from_pretrained(file, backend="torch", lora=file)
     with pytest.raises(ModelLoadError, match="is no LoRA adapter for"):
         BlendEngine.from_pretrained(file, lora=file)
+    with pytest.raises(ModelLoadError, match="is a LoRA adapter"):
+        load_gguf(gguf_files.write_lora(tmp_path / "a.gguf", "qwen3", "x", torch.eye(4), torch.eye(4), alpha=8.0))
 
 
 def test_file_that_is_none_or_damaged_is_refused_without_a_crash(file, tmp_path):
+    (blob := tmp_path / f"sha256-{64 * '0'}").write_bytes(whole := file.read_bytes())
     (tmp_path / "other.gguf").write_bytes(b"no model at all" * 100)
-    (tmp_path / "cut.gguf").write_bytes(file.read_bytes()[:-5000])
-    for name, said in (("other", "not a GGUF file"), ("cut", "cut.gguf"), ("none", "does not exist")):
+    (tmp_path / "cut.gguf").write_bytes(whole[:-5000])
+    (tmp_path / "alike.gguf").write_bytes(whole.replace(b"unused28", b"unused29"))
+    (tmp_path / "merges.gguf").write_bytes(whole.replace(b"\xc4\xa0 b", b"\xc4\xa0zb"))
+    files = {"alike": "two of its tokens are the same", "merges": "is damaged", "none" * 99: "does not exist"}
+    files |= {"other": "not a GGUF file", "cut": "cut.gguf", "none": "does not exist"}
+    for one, said in [*((tmp_path / f"{name}.gguf", said) for name, said in files.items()), (blob, "by other content")]:
         with pytest.raises(ModelLoadError, match=said):
-            load_gguf(tmp_path / f"{name}.gguf")
+            load_gguf(one)
 
 
 def test_memory_that_does_not_suffice_is_named_before_it_is_taken(file, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("cacheblend_rag.llama_cpp.model.total_memory", lambda: 10**9)
-        said = r"takes some 1,3\d\d,\d{3},\d{3} bytes of memory, and there are 1,000,"
-        with pytest.raises(ModelLoadError, match=said):
+        with pytest.raises(ModelLoadError, match=r"some 1,3\d\d,\d{3},\d{3} bytes of memory, and there are 1,000,"):
             load_gguf(file)
     monkeypatch.setattr("cacheblend_rag.llama_cpp.runtime._CELLS_ALONE", 512)
     engine = engine_of(load_gguf(file))
@@ -366,8 +372,7 @@ def test_rows_of_a_long_prompt_are_computed_in_tiles(loaded, monkeypatch):
     calls, decode = [], Runtime._decode
     monkeypatch.setattr(Runtime, "_decode", lambda self, rows, *to: (calls.append(len(rows)), decode(self, rows, *to)))
     engine = engine_of(loaded, recompute_ratio=0.3)
-    chunks = [tiny.text(150, number) for number in range(3)]
-    engine.chunks.warm(chunks)
+    engine.chunks.warm(chunks := [tiny.text(150, number) for number in range(3)])
     calls.clear()
     computed = engine.generate(prompt_of(chunks), max_new_tokens=1).report.computed_tokens[0]
     # Separators are computed where stored KV is put in place; then come whole blocks, and the question at the end.
@@ -432,13 +437,6 @@ def test_lora_adapter_is_added_to_the_weights_and_its_kv_is_its_own(file, loaded
     for logits in (engine.adapter.prefill(ids).logits, shared.compute(ids, 0, shared.take(), 1)[-1]):
         assert float((logits - expected).norm()) < 0.1 * float((plain - expected).norm())
     assert [engine.generate(prompt_of(), max_new_tokens=1).report.hits for _ in range(2)] == [0, 3]
-
-
-def test_arguments_of_llama_cpp_and_adapters_in_place_of_models_are_refused_with_a_remedy(file, tmp_path):
-    with pytest.raises(ConfigError, match=r"n_gpu_layers=.*CACHEBLEND_RAG_LLAMA_CPP"):
-        load(file, n_gpu_layers=1)
-    with pytest.raises(ModelLoadError, match="is a LoRA adapter"):
-        load(gguf_files.write_lora(tmp_path / "a.gguf", "qwen3", "x", torch.eye(4), torch.eye(4), alpha=8.0))
 
 
 def test_chunks_are_warmed_one_by_one_so_that_requests_get_through(loaded, monkeypatch):
