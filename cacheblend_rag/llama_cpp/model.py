@@ -102,7 +102,8 @@ def load_gguf(file: str | os.PathLike[str], lora: str | os.PathLike[str] | None 
         If its architecture is not supported.
     """
     path = local_path(file)
-    files = [path] if lora is None else [path, Path(lora).expanduser()]
+    lora = None if lora is None else Path(lora).expanduser()
+    files = [path] if lora is None else [path, lora]
     for one in files:
         check_start(one)
     needed, there = path.stat().st_size + BESIDE_WEIGHTS, total_memory()
@@ -114,7 +115,7 @@ def load_gguf(file: str | os.PathLike[str], lora: str | os.PathLike[str] | None 
     folder = settings_folder(path)  # hashes the file on first use
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     generation = GenerationConfig.from_pretrained(folder)
-    runtime = Runtime(path, torch.get_num_threads(), *files[1:], repack=config.has_q4_0)
+    runtime = Runtime(path, torch.get_num_threads(), lora, config.has_q4_0)
     config._name_or_path = str(path)
     identity = "+".join(map(content_sha256, files))
     return LlamaModel(path, runtime, config, generation, identity), tokenizer
