@@ -13,11 +13,12 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Generation
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cacheblend_rag.errors import ModelLoadError
-from cacheblend_rag.llama_cpp.runtime import Runtime
+from cacheblend_rag.llama_cpp.runtime import CELLS, Runtime
 from cacheblend_rag.models.gguf import check_start, content_sha256, settings_folder
 from cacheblend_rag.models.memory import total_memory
 from cacheblend_rag.models.modules import CACHE_FIELD
 from cacheblend_rag.models.ollama import local_path
+from cacheblend_rag.models.shape import head_width
 from cacheblend_rag.models.starter_table import BESIDE_WEIGHTS
 
 
@@ -106,15 +107,16 @@ def load_gguf(file: str | os.PathLike[str], lora: str | os.PathLike[str] | None 
     files = [path] if lora is None else [path, lora]
     for one in files:
         check_start(one)
-    needed, there = path.stat().st_size + BESIDE_WEIGHTS, total_memory()
+    folder = settings_folder(path)  # hashes the file on first use
+    config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    generation = GenerationConfig.from_pretrained(folder)
+    kv = 4 * config.num_hidden_layers * config.num_key_value_heads * head_width(config)  # bytes of a token
+    needed, there = path.stat().st_size + BESIDE_WEIGHTS + CELLS * kv, total_memory()
     if there is not None and needed > there:
         raise ModelLoadError(
             f"{str(path)!r} takes some {needed:,} bytes of memory, and there are {there:,}; take a smaller model, or a "
             "file with fewer bits"
         )
-    folder = settings_folder(path)  # hashes the file on first use
-    config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    generation = GenerationConfig.from_pretrained(folder)
     runtime = Runtime(path, torch.get_num_threads(), lora, config.has_q4_0)
     config._name_or_path = str(path)
     identity = "+".join(map(content_sha256, files))

@@ -21,7 +21,8 @@ from cacheblend_rag.models.memory import free_memory
 
 BATCH = 512
 """Tokens of one call of `llama_decode`. A prefill is always cut so, since other batches round otherwise."""
-_CELLS = 8192  # of the context at first
+CELLS = 8192
+"""Tokens that the context has room for at first."""
 _CELLS_ALONE = 2048  # of the context of one sequence
 _SEQUENCES = 64
 _FLASH_ATTENTION = 1
@@ -100,7 +101,7 @@ class Runtime:
         if lora is not None and not self._lora:
             raise ModelLoadError(f"llama.cpp cannot load {str(lora)!r}: it is no LoRA adapter for {str(path)!r}")
         try:
-            self._open(_CELLS)
+            self._open(CELLS)
         except GenerationError as error:
             raise ModelLoadError(str(error)) from error
         states = lib.llama_model_is_recurrent(self._model) or lib.llama_model_is_hybrid(self._model)

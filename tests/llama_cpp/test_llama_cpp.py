@@ -265,7 +265,7 @@ def test_context_that_grows_while_stored_kv_is_put_in_place_changes_nothing(load
         engine.chunks.warm(chunks, progress=False)
         engine.fuse(prompt_of(chunks))  # stores the prefix
     for cells in (8192, 512):
-        monkeypatch.setattr("cacheblend_rag.llama_cpp.runtime._CELLS", cells)
+        monkeypatch.setattr("cacheblend_rag.llama_cpp.runtime.CELLS", cells)
         with engine_of(load_gguf(file), tmp_path / "kv", selection="none") as engine:
             logits.append(engine.fuse(prompt_of(chunks)).logits)
     assert torch.allclose(*logits, atol=1e-3)
@@ -353,8 +353,8 @@ def test_file_that_is_none_or_damaged_is_refused_without_a_crash(file, tmp_path)
 
 def test_memory_that_does_not_suffice_is_named_before_it_is_taken(file, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("cacheblend_rag.llama_cpp.model.total_memory", lambda: 10**9)
-        with pytest.raises(ModelLoadError, match=r"some 1,3\d\d,\d{3},\d{3} bytes of memory, and there are 1,000,"):
+        patch.setattr("cacheblend_rag.llama_cpp.model.total_memory", lambda: 1_300_000_000 + file.stat().st_size)
+        with pytest.raises(ModelLoadError, match=r"some 1,3\d\d,\d{3},\d{3} bytes of memory, and there are 1,30\d,"):
             load_gguf(file)
     monkeypatch.setattr("cacheblend_rag.llama_cpp.runtime._CELLS_ALONE", 512)
     engine = engine_of(load_gguf(file))
@@ -412,7 +412,7 @@ def test_answer_whose_context_cannot_grow_fails_alone(loaded, monkeypatch):
 
 
 def test_longest_answer_fails_alone_where_the_shared_context_cannot_grow(file, monkeypatch):
-    monkeypatch.setattr("cacheblend_rag.llama_cpp.runtime._CELLS", 512)
+    monkeypatch.setattr("cacheblend_rag.llama_cpp.runtime.CELLS", 512)
     adapter = engine_of(load_gguf(file)).adapter
     long, short = (SequenceCache(adapter.runtime, adapter.runtime.take(), 0) for _ in range(2))
     adapter.extend(short, list(range(5, 17)), 1)
