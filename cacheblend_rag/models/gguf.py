@@ -302,11 +302,11 @@ def _settle(config: Any, architecture: str, fields: Mapping[str, Any], reader: A
     def setting(name: str) -> Any:
         return fields.get(f"{architecture}.{name}")
 
-    for name, entry in (
-        ("attention.key_length", "head_dim"),
-        ("attention.sliding_window", "sliding_window"),
-        ("expert_feed_forward_length", "moe_intermediate_size"),
-    ):
+    blocks = {tensor.name.split(".")[1] for tensor in reader.tensors if tensor.name.startswith("blk.")}
+    if len(blocks) != config.num_hidden_layers:
+        raise ValueError(f"it says that it has {config.num_hidden_layers} layers, and has {len(blocks)}")
+    entries = {"attention.key_length": "head_dim", "attention.sliding_window": "sliding_window"}
+    for name, entry in {**entries, "expert_feed_forward_length": "moe_intermediate_size"}.items():
         if setting(name) is not None and hasattr(config, entry):
             setattr(config, entry, setting(name))
     for name in ("bos", "eos"):

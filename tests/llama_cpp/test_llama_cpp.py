@@ -304,8 +304,7 @@ def test_methods_of_a_comparison_are_told(loaded):
 
 def test_model_with_a_window_is_answered_plainly_and_its_beginnings_are_reused(tmp_path):
     file = gguf_files.write(tmp_path / "window.gguf", tiny.model("gemma3_text"))
-    engine = engine_of(load_gguf(file), prompt_cache=10**8)
-    prompt = prompt_of()
+    engine, prompt = engine_of(load_gguf(file), prompt_cache=10**8), prompt_of()
     first, again = engine.generate(prompt, max_new_tokens=4), engine.generate(prompt, max_new_tokens=4)
     assert first.report.plain
     assert "cannot move its KV" in first.report.plain_reason
@@ -343,9 +342,10 @@ def test_file_that_is_none_or_damaged_is_refused_without_a_crash(file, tmp_path)
     (tmp_path / "other.gguf").write_bytes(b"no model at all" * 100)
     (tmp_path / "cut.gguf").write_bytes(whole[:-5000])
     (tmp_path / "alike.gguf").write_bytes(whole.replace(b"unused28", b"unused29"))
+    (tmp_path / "fewer.gguf").write_bytes(whole.replace(b"block_count\4\0\0\0\4", b"block_count\4\0\0\0\1"))
     (tmp_path / "merges.gguf").write_bytes(whole.replace(b"\xc4\xa0 b", b"\xc4\xa0zb"))
     files = {"alike": "two of its tokens are the same", "merges": "is damaged", "none" * 99: "does not exist"}
-    files |= {"other": "not a GGUF file", "cut": "cut.gguf", "none": "does not exist"}
+    files |= {"other": "not a GGUF file", "cut": "cut.gguf", "none": "does not exist", "fewer": "it has 1 layers"}
     for one, said in [*((tmp_path / f"{name}.gguf", said) for name, said in files.items()), (blob, "by other content")]:
         with pytest.raises(ModelLoadError, match=said):
             load_gguf(one)
